@@ -1,0 +1,228 @@
+"""The profile as the server sees it: frozen, complete and validated before any process starts.
+
+`pdctl.profile` reads TOML, merges and turns errors into file and line; this module says what is allowed. The supervisor
+resolves every "auto" that it can (`Config.resolved`) and writes the result as JSON for the workers, so that no process
+decides for itself.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SIZE = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_TIME = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_bytes(value: Any) -> Any:
+    """"256MiB" -> 268435456. Numbers pass; anything else is left for pydantic to refuse."""
+    return int(_scaled(value, _SIZE, "a size such as 256MiB")) if isinstance(value, str) else value
+
+
+def parse_seconds(value: Any) -> Any:
+    """"250ms" -> 0.25. Numbers pass as seconds."""
+    return _scaled(value, _TIME, "a duration such as 30s or 250ms") if isinstance(value, str) else value
+
+
+def _scaled(text: str, units: dict[str, Any], example: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is not {example}")
+    return float(match[1]) * float(units[match[2].lower()])
+
+
+def _auto_or(parse: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: value if value == "auto" else parse(value))
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
+Auto = Literal["auto"]
+AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
+Share = Annotated[float, Field(ge=0.05, le=1.0)]
+
+
+class Section(BaseModel):
+    """Every table of the profile: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Model(Section):
+    path: str = Field("smollm2-135m", description="hub id, local folder, smollm2-135m (embedded) or dummy:<config>")
+    served_name: list[str] = Field(default_factory=list, description="names clients use; default: last part of path")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_len: int = Field(0, ge=0, description="longest prompt + output in tokens; 0 = the model's own limit")
+    block_size: int = Field(16, ge=1, le=256, description="token slots of a KV block")
+
+
+class Router(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    policy: Literal["round-robin", "least-loaded", "kv-aware"] = "least-loaded"
+    queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
+    request_timeout: Seconds = 600.0
+    keepalive_s: Seconds = 0.0
+
+
+class Pool(Section):
+    """Keys that every worker pool has. `gpus` or `cpus` hold workers x n device numbers, in worker order."""
+
+    workers: int = Field(0, ge=0, le=1024)
+    gpus: list[int] = Field(default_factory=list)
+    cpus: list[int] = Field(default_factory=list)
+    token_budget: int | Auto = Field("auto", description="tokens of one step; auto: 2048, 256 on a CPU")
+    chunk_tokens: int | Auto = Field("auto", description="prompt tokens of one forward")
+    kv_bytes: AutoBytes = "auto"
+    host_swap_bytes: Bytes = 0
+    prefix_cache: bool = True
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        devices = self.gpus or self.cpus
+        if self.gpus and self.cpus:
+            raise ValueError("give gpus or cpus, not both")
+        if self.workers and devices and len(devices) % self.workers:
+            raise ValueError(f"{len(devices)} devices cannot be shared out evenly among {self.workers} workers")
+        if isinstance(self.token_budget, int) and not 64 <= self.token_budget <= 65536:
+            raise ValueError("token_budget must be 64..65536 or auto")
+        if isinstance(self.chunk_tokens, int) and not 16 <= self.chunk_tokens <= 65536:
+            raise ValueError("chunk_tokens must be 16..65536 or auto")
+        return self
+
+    def devices_of(self, index: int) -> tuple[list[int], list[int]]:
+        """(gpus, cpus) of worker `index`."""
+        share = max(1, len(self.gpus or self.cpus) // max(1, self.workers))
+        part = slice(index * share, (index + 1) * share)
+        return self.gpus[part], self.cpus[part]
+
+
+class Prefill(Pool):
+    max_seqs: int = Field(16, ge=1, le=4096, description="prompts computed at once")
+    queue_high: int = Field(8, ge=1, le=4096)
+
+
+class Decode(Pool):
+    max_running: int = Field(64, ge=1, le=4096)
+    kv_low: Share = 0.80
+    kv_high: Share = 0.92
+    queue_low: int = Field(2, ge=0, le=4096)
+    queue_high: int = Field(32, ge=0, le=4096)
+    prefill_tokens: Annotated[int, Field(ge=0, le=2048)] | Auto = "auto"
+    idle_swap_s: Seconds = 30.0
+
+    @model_validator(mode="after")
+    def _marks(self) -> Self:
+        if self.kv_low >= self.kv_high:
+            raise ValueError(f"kv_low ({self.kv_low}) must be under kv_high ({self.kv_high})")
+        if self.queue_low >= self.queue_high:
+            raise ValueError(f"queue_low ({self.queue_low}) must be under queue_high ({self.queue_high})")
+        return self
+
+
+class Colocated(Pool):
+    max_running: int = Field(64, ge=1, le=4096)
+
+
+class Transfer(Section):
+    backend: Literal["auto", "nixl", "tcp"] = "auto"
+    chunk_tokens: int = Field(64, ge=1, le=8192, description="tokens of one push, a multiple of model.block_size")
+    max_inflight: int = Field(16, ge=1, le=256, description="chunks under way to one peer")
+    ring_bytes: Bytes = 256 * 2**20
+    checksum: Literal["full", "off"] = "full"
+    compression: Literal["none", "zstd", "fp8"] = "none"
+    timeout: Seconds = 30.0
+    latency_warn: Seconds = 0.05
+
+
+class Hybrid(Section):
+    threshold_tokens: Annotated[int, Field(ge=0)] | Auto = Field(
+        256, description="shorter uncached prompts stay on one worker; 0: every prompt crosses"
+    )
+
+
+class Slo(Section):
+    ttft_p95: Seconds = 0.8
+    tpot_p95: Seconds = 0.04
+
+
+class Supervise(Section):
+    ready_timeout: Seconds = 1200.0
+    stop_timeout: Seconds = 30.0
+    restart: Literal["no", "on-failure", "always"] = "on-failure"
+    max_restarts: int = Field(3, ge=0)
+    backoff: str = "2s..60s"
+
+    @property
+    def backoff_s(self) -> tuple[float, float]:
+        low, _, high = self.backoff.partition("..")
+        return float(parse_seconds(low)), float(parse_seconds(high or low))
+
+    @model_validator(mode="after")
+    def _backoff(self) -> Self:
+        low, high = self.backoff_s
+        if low > high:
+            raise ValueError("backoff must be LOW..HIGH, such as 2s..60s")
+        return self
+
+
+class WorkerSpec(Section):
+    """One worker process, as the supervisor starts it and every other process addresses it."""
+
+    name: str
+    role: Literal["prefill", "decode", "colocated"]
+    index: int
+    gpus: list[int]
+    cpus: list[int]
+
+
+class Config(Section):
+    """A whole profile. Raises pydantic.ValidationError; `pdctl.profile` maps it to ConfigError."""
+
+    version: Literal[1] = 1
+    name: str = Field("stack", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: Model = Model()
+    router: Router = Router()
+    prefill: Prefill = Prefill()
+    decode: Decode = Decode()
+    colocated: Colocated = Colocated()
+    transfer: Transfer = Transfer()
+    hybrid: Hybrid = Hybrid()
+    slo: Slo = Slo()
+    supervise: Supervise = Supervise()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.prefill.workers) != bool(self.decode.workers):
+            raise ValueError("prefill.workers and decode.workers go together: both above 0, or both 0")
+        if not (self.prefill.workers or self.colocated.workers):
+            raise ValueError("no workers: set prefill.workers and decode.workers, or colocated.workers")
+        if self.transfer.chunk_tokens % self.model.block_size:
+            raise ValueError(
+                f"transfer.chunk_tokens ({self.transfer.chunk_tokens}) must be a multiple of "
+                f"model.block_size ({self.model.block_size})"
+            )
+        return self
+
+    @property
+    def workers(self) -> tuple[WorkerSpec, ...]:
+        return tuple(self._workers())
+
+    def _workers(self) -> Iterator[WorkerSpec]:
+        for role in ("prefill", "decode", "colocated"):
+            pool = self.pool(role)
+            for i in range(pool.workers):
+                gpus, cpus = pool.devices_of(i)
+                yield WorkerSpec(name=f"{role}-{i}", role=role, index=i, gpus=gpus, cpus=cpus)
+
+    def pool(self, role: Literal["prefill", "decode", "colocated"]) -> Prefill | Decode | Colocated:
+        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}[role]
+
+    @property
+    def served_names(self) -> list[str]:
+        return self.model.served_name or [Path(self.model.path).name]

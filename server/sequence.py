@@ -1,0 +1,126 @@
+"""A sequence: one prompt and the tokens that follow it, with where its KV lies.
+
+Pure data; the Scheduler is the only one who moves `state`, `num_computed` and `block_table`. States by role:
+
+    prefill     WAITING -> RUNNING -> PUSHING -> FINISHED
+    decode      EXPECTED -> RECEIVING -> RUNNING -> FINISHED     (RUNNING -> WAITING when preempted by recompute)
+    colocated   WAITING -> RUNNING -> FINISHED
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+
+class SeqId(msgspec.Struct, frozen=True, array_like=True):
+    """Identity on every wire: the router's instance, its number for the sequence, and which try this is."""
+
+    router: str
+    seq: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.router[:6]}/{self.seq}.{self.attempt}"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the client asked for, in token terms only. `seed` is always set by the router, so that a replay and the
+    hand-over from prefill to decode draw the same numbers: output index i uses the i-th draw of the seed."""
+
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # end-of-text ids are added by the router unless ignore_eos
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    num_logprobs: int = -1  # -1 = none; 0 = the sampled token's only; n = with the n most likely
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token. `top` holds (token id, logprob), most likely first."""
+
+    id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SeqState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PUSHING = "pushing"
+    EXPECTED = "expected"
+    RECEIVING = "receiving"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`num_computed` of the first `num_tokens` known tokens have their KV in the blocks of `block_table`."""
+
+    id: SeqId
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float = 0.0  # on the scheduler's clock, for ordering
+    salt: str = ""  # scope of prefix hits: equal salts share cached blocks
+    needs_grant: bool = False  # prefill half of a pd sequence: ends after its first token
+    state: SeqState = SeqState.WAITING
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    block_table: list[int] = field(default_factory=list)
+    generation: int = 0  # of the grant it holds or gave; 0 = none
+    num_resident_blocks: int = 0  # leading blocks the decode side already has
+    finish_reason: str = ""  # "stop" | "length" once ended by the model
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known token ids [start, stop)."""
+        split = len(self.prompt)
+        if stop <= split:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + self.output[max(0, start - split) : stop - split]
+
+
+@dataclass(slots=True)
+class Slice:
+    """The tokens [start, start + num_tokens) of one sequence, computed in one step."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the last known token, so that its logits give the next one."""
+        return self.start + self.num_tokens == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step computes, decode slices first."""
+
+    slices: list[Slice]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.slices)
