@@ -1,0 +1,186 @@
+"""The closed set of control messages. docs/protocol.md says who sends each one, in which state, and what follows.
+
+Who talks to whom: the router connects to every worker; a prefill worker connects to every decode worker. A message is
+one msgpack frame (`wire`), except ChunkTag, which travels beside its KV bytes on the transfer path.
+"""
+
+import msgspec
+
+from server.sequence import SamplingParams, SeqId, Token
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
+    """Base of all messages: small, immutable, named by meaning."""
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What two processes must agree on before they work together.
+
+    `same` must be equal key by key (model fingerprint, dtype, layers, block_size, ...); `offer` is what each side can do
+    (transports, checksum, slot size) and is settled by the side that receives. A router fills only the keys it knows.
+    """
+
+    same: dict[str, str]
+    offer: dict[str, str | int | list[str]] = {}
+
+
+class Hello(Message):
+    """Four of them open every connection: nonce, nonce + proof, proof + card, card. `refused` ends it instead."""
+
+    name: str
+    role: str
+    instance: str
+    nonce: bytes = b""
+    proof: bytes = b""
+    card: Card | None = None
+    refused: str = ""
+
+
+class Prefill(Message):
+    """router -> prefill: read this prompt for decode worker `decode`. router -> any worker with `decode` empty: do the
+    whole sequence there."""
+
+    id: SeqId
+    prompt: list[int]
+    params: SamplingParams
+    salt: str = ""
+    decode: str = ""
+
+
+class Decode(Message):
+    """router -> decode: expect this prompt's KV from prefill worker `prefill`, then go on from token 0."""
+
+    id: SeqId
+    prompt: list[int]
+    params: SamplingParams
+    salt: str = ""
+    prefill: str = ""
+
+
+class GrantRequest(Message):
+    """prefill -> decode: this sequence is next in line."""
+
+    id: SeqId
+    num_tokens: int
+
+
+class Grant(Message):
+    """decode -> prefill: blocks are reserved; the first `num_resident_blocks` need not be sent. Valid for `lease_s` after
+    each Renew. Sent again with `missing` [first, stop) ranges when blocks did not arrive: the grant restates its wants."""
+
+    id: SeqId
+    generation: int
+    num_resident_blocks: int
+    lease_s: float
+    missing: tuple[tuple[int, int], ...] = ()
+
+
+class Renew(Message):
+    """prefill -> decode: these grants are still wanted."""
+
+    ids: tuple[SeqId, ...]
+
+
+class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
+    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence."""
+
+    id: SeqId
+    generation: int
+    slot: int
+    first_block: int
+    num_blocks: int
+    num_bytes: int
+    checksum: int
+
+
+class SlotCredit(Message):
+    """decode -> prefill: these ring slots may be written (again)."""
+
+    slots: tuple[int, ...]
+
+
+class SeqToken(msgspec.Struct, frozen=True, array_like=True):
+    """Token `token` is output number `index` of sequence `id`."""
+
+    id: SeqId
+    index: int
+    token: Token
+
+
+class Tokens(Message):
+    """worker -> router: what one step sampled. prefill -> decode: token 0, the hand-over."""
+
+    items: tuple[SeqToken, ...]
+
+
+class Done(Message):
+    """worker -> router: this worker is through with the sequence as far as the client is concerned.
+    decode -> prefill: every block is here and verified (the acknowledgement), `reason` "received".
+
+    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "error" (with `message`), "received".
+    `stages`: seconds since this worker heard of the sequence, and counts; see docs/protocol.md.
+    """
+
+    id: SeqId
+    reason: str
+    num_cached: int = 0
+    stages: dict[str, float] = {}
+    message: str = ""
+
+
+class Abort(Message):
+    """Nobody wants this sequence any more. Always answered by AbortAck, also for unknown ids."""
+
+    id: SeqId
+    reason: str = ""
+
+
+class AbortAck(Message):
+    id: SeqId
+
+
+class Load(Message):
+    """worker -> router, a few times a second: what routing, watermarks and /admin/state need."""
+
+    waiting: int
+    running: int
+    expected: int
+    receiving: int
+    pushing: int
+    blocks_total: int
+    blocks_used: int
+    blocks_granted: int
+    slots_total: int = 0
+    slots_free: int = 0
+    over_high: bool = False
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    busy_share: float = 0.0
+    counters: dict[str, float] = {}
+    integrity: str = ""
+
+
+class Heartbeat(Message):
+    """Any side, from a task that does not wait for the engine. Frozen = `step_age_s` over five times `predicted_s`."""
+
+    steps: int = 0
+    step_age_s: float = 0.0
+    predicted_s: float = 0.0
+    busy: str = ""
+
+
+AnyMessage = (
+    Hello
+    | Prefill
+    | Decode
+    | GrantRequest
+    | Grant
+    | Renew
+    | SlotCredit
+    | Tokens
+    | Done
+    | Abort
+    | AbortAck
+    | Load
+    | Heartbeat
+)

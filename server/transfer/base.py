@@ -1,0 +1,73 @@
+"""The seam between KV transfer policy and what moves bytes.
+
+A transport carries one chunk into one slot of a peer's landing ring and says so on both sides. It knows nothing of
+sequences beyond the tag it carries. All methods but `wake` are called from the one transfer thread.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from server.messages import ChunkTag
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Terminal: the transport no longer reads this post's memory and the peer can have the chunk."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """Terminal as well: nothing of this post is read any more, and the peer may have all, part or none of it."""
+
+    handle: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """`tag.slot` of the local ring holds `tag.num_bytes` bytes, claimed by `peer` (its instance id)."""
+
+    peer: str
+    tag: ChunkTag
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The path to or from `peer` ended. Its posts have been reported as SendFailed."""
+
+    peer: str
+    reason: str
+
+
+Event = Sent | SendFailed | Arrived | PeerGone
+
+
+class KVTransport(Protocol):
+    """One end. `offer` goes into the model card's offer, `connect` takes the peer's."""
+
+    name: str
+
+    def offer(self) -> dict[str, str | int | list[str]]:
+        """Address, key and ring geometry that let a peer write into this end's ring."""
+
+    def connect(self, peer: str, offer: dict[str, str | int | list[str]]) -> None:
+        """Opens the path to `peer` (its instance id). Raises TransferError."""
+
+    def disconnect(self, peer: str) -> None:
+        """Ends the path; unfinished posts become SendFailed."""
+
+    def post(self, peer: str, tag: ChunkTag, pieces: list[Tensor]) -> int:
+        """Starts writing `pieces` (contiguous uint8, in order, `tag.num_bytes` together) into the peer's slot
+        `tag.slot`; the tag follows the bytes. Returns a handle for Sent or SendFailed. Never blocks."""
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """What happened since the last call; waits up to `timeout_s` when nothing has."""
+
+    def wake(self) -> None:
+        """Makes a waiting `poll` return. From any thread."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,219 @@
+"""Framed messages over asyncio streams, and the handshake that opens every connection.
+
+1. Frame = 4-byte big-endian length + msgpack. A frame over MAX_FRAME ends the connection.
+2. Handshake: client Hello(nonce), server Hello(nonce, proof), client Hello(proof, card), server Hello(card). A proof is
+   an HMAC of both nonces with the per-stack secret, so neither side shows its card to a stranger.
+3. Then either side may send any message. `Channel.send` never blocks: a peer that does not read is cut off, by size and
+   by time, because a full buffer must not stop the loop that serves everybody else.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from server.errors import HandshakeRefused, PeerLost, ProtocolError
+from server.messages import AnyMessage, Card, Hello
+
+MAX_FRAME = 64 * 2**20
+MAX_UNSENT = 64 * 2**20
+_LENGTH = struct.Struct(">I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is. `instance` is random per start: a restarted worker is a new one."""
+
+    name: str
+    role: str
+    instance: str
+
+    @classmethod
+    def new(cls, name: str, role: str) -> "Identity":
+        return cls(name, role, secrets.token_hex(8))
+
+
+class Channel:
+    """One connection. `send` queues; `recv` returns the next message or raises PeerLost / ProtocolError."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, send_timeout_s: float = 10.0
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._send_timeout_s = send_timeout_s
+        self._stalled: asyncio.TimerHandle | None = None
+        self.peer = Identity("?", "?", "?")
+        self.card: Card | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._writer.is_closing()
+
+    def send(self, message: AnyMessage) -> None:
+        """Queues `message`. A no-op on a closed channel: its reader reports the loss, once."""
+        if self._writer.is_closing():
+            return
+        body = _encoder.encode(message)
+        self._writer.write(_LENGTH.pack(len(body)) + body)
+        unsent = self._writer.transport.get_write_buffer_size()
+        if unsent > MAX_UNSENT:
+            self.abort()
+        elif unsent and self._stalled is None:
+            self._watch(unsent)
+
+    def _watch(self, unsent: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._stalled = loop.call_later(self._send_timeout_s, self._check_progress, unsent)
+
+    def _check_progress(self, unsent_before: int) -> None:
+        self._stalled = None
+        unsent = 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
+        if unsent >= unsent_before > 0:
+            self.abort()
+        elif unsent:
+            self._watch(unsent)
+
+    async def recv(self, timeout_s: float | None = None) -> AnyMessage:
+        """Next message. With no timeout the connection's life is the limit: a dead peer closes it, heartbeats find a
+        silent one."""
+        async with asyncio.timeout(timeout_s):
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > MAX_FRAME:
+                    raise ProtocolError(f"{self.peer.name} sent a frame of {length} bytes; the limit is {MAX_FRAME}")
+                return _decoder.decode(await self._reader.readexactly(length))
+            except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
+                raise PeerLost(f"{self.peer.name} closed the connection") from error
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"{self.peer.name} sent a frame that is no message: {error}") from error
+
+    def abort(self) -> None:
+        """Ends the connection now, unsent data included."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Sends what is queued (briefly), then ends the connection."""
+        if self._stalled is not None:
+            self._stalled.cancel()
+        with contextlib.suppress(TimeoutError, ConnectionError, OSError):
+            async with asyncio.timeout(1.0):
+                await self._writer.drain()
+                self._writer.close()
+                await self._writer.wait_closed()
+        self.abort()
+
+
+async def connect(address: str, timeout_s: float = 5.0) -> Channel:
+    """Opens a channel to "unix:/path" or "tcp:host:port". Raises PeerLost."""
+    kind, _, rest = address.partition(":")
+    try:
+        async with asyncio.timeout(timeout_s):
+            if kind == "unix":
+                return Channel(*await asyncio.open_unix_connection(rest))
+            host, _, port = rest.rpartition(":")
+            return Channel(*await asyncio.open_connection(host, int(port)))
+    except (OSError, TimeoutError) as error:
+        raise PeerLost(f"cannot connect to {address}: {error or 'timed out'}") from error
+
+
+async def serve(address: str, handle: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
+    """Listens on `address`; `handle` runs once a connection and closes it by returning."""
+
+    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        try:
+            await handle(channel)
+        finally:
+            await channel.close()
+
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(rest)
+        return await asyncio.start_unix_server(on_connect, rest)
+    host, _, port = rest.rpartition(":")
+    return await asyncio.start_server(on_connect, host, int(port))
+
+
+async def greet(channel: Channel, me: Identity, secret: bytes, card: Card, timeout_s: float = 5.0) -> None:
+    """Client side of the handshake: sets `channel.peer` and `.card`. Raises HandshakeRefused, PeerLost."""
+    nonce = secrets.token_bytes(16)
+    channel.send(Hello(me.name, me.role, me.instance, nonce=nonce))
+    answer = await _hello(channel, timeout_s)
+    _prove(channel, answer, _proof(secret, b"server", nonce, answer.nonce, answer))
+    mine = Hello(me.name, me.role, me.instance)
+    proof = _proof(secret, b"client", nonce, answer.nonce, mine)
+    channel.send(Hello(me.name, me.role, me.instance, proof=proof, card=card))
+    last = await _hello(channel, timeout_s)
+    _accept(channel, me, last, card)
+
+
+async def welcome(channel: Channel, me: Identity, secret: bytes, card: Card, timeout_s: float = 5.0) -> None:
+    """Server side of the handshake: as `greet`. A refusal is sent to the peer, then raised here."""
+    first = await _hello(channel, timeout_s)
+    nonce = secrets.token_bytes(16)
+    mine = Hello(me.name, me.role, me.instance)
+    proof = _proof(secret, b"server", first.nonce, nonce, mine)
+    channel.send(Hello(me.name, me.role, me.instance, nonce=nonce, proof=proof))
+    answer = await _hello(channel, timeout_s)
+    _prove(channel, answer, _proof(secret, b"client", first.nonce, nonce, answer))
+    _accept(channel, me, answer, card)
+    channel.send(Hello(me.name, me.role, me.instance, card=card))
+
+
+def _accept(channel: Channel, me: Identity, hello: Hello, card: Card) -> None:
+    channel.peer = Identity(hello.name, hello.role, hello.instance)
+    if hello.card is None:
+        _refuse(channel, me, f"{hello.name} sent no model card")
+        return
+    differences = compare_cards(me.name, card, hello.name, hello.card)
+    if differences:
+        _refuse(channel, me, "model cards differ: " + "; ".join(differences))
+    channel.card = hello.card
+
+
+def compare_cards(my_name: str, mine: Card, their_name: str, theirs: Card) -> list[str]:
+    """One readable line for each key that both know and that differs."""
+    return [
+        f"{key}: {my_name} has {mine.same[key]}, {their_name} has {theirs.same[key]}"
+        for key in sorted(mine.same.keys() & theirs.same.keys())
+        if mine.same[key] != theirs.same[key]
+    ]
+
+
+def _prove(channel: Channel, hello: Hello, expected: bytes) -> None:
+    if not hmac.compare_digest(hello.proof, expected):
+        raise HandshakeRefused(f"{hello.name or 'a peer'} does not know this stack's secret")
+
+
+def _refuse(channel: Channel, me: Identity, reason: str) -> None:
+    channel.send(Hello(me.name, me.role, me.instance, refused=reason))
+    raise HandshakeRefused(reason)
+
+
+async def _hello(channel: Channel, timeout_s: float) -> Hello:
+    try:
+        message = await channel.recv(timeout_s)
+    except TimeoutError as error:
+        raise PeerLost(f"no Hello within {timeout_s:g} s") from error
+    if not isinstance(message, Hello):
+        raise ProtocolError(f"expected Hello, got {type(message).__name__}")
+    if message.refused:
+        raise HandshakeRefused(message.refused)
+    return message
+
+
+def _proof(secret: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes, who: Hello) -> bytes:
+    """`side` keeps a proof from being played back in the other direction; the identity keeps it from being lent."""
+    text = "\0".join((who.name, who.role, who.instance)).encode()
+    return hmac.new(secret, b"\0".join((side, client_nonce, server_nonce, text)), hashlib.sha256).digest()
