@@ -1,4 +1,4 @@
-"""What a process is given at its start: one JSON file that the supervisor writes, `python -P -m server.x --config FILE`.
+"""What a process is given at its start: a JSON file that the supervisor writes, `python -P -m server.x --boot FILE`.
 
 1. The supervisor resolves the profile, picks addresses and writes one Boot a process (`Boot.save`).
 2. The process reads it (`Boot.load`) and decides nothing of this for itself.
