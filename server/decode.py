@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from server.boot import Boot
-from server.engine.scheduler import Step
 from server.errors import PdctlError
 from server.ledger import Entry
 from server.messages import Abort, Card, Decode, Done, Grant, GrantRequest, Load, Renew, SeqToken, SlotCredit, Tokens
 from server.sequence import SeqId, Sequence, SeqState, Token
-from server.transfer.build import build_receiver
-from server.transfer.receiver import TransferStats
+from server.transfer.build import receiving_side
+from server.transfer.receiver import ReceiveStats
 from server.wire import Channel
 from server.worker import Worker, main
 
@@ -63,13 +62,16 @@ class DecodeWorker(Worker[DecodeEntry]):
     # -- transfer ------------------------------------------------------------------------------------------------
 
     def start_transfer(self) -> None:
-        self.transfer, self.receiver, self.ring = build_receiver(
-            self.boot.config, self.me.instance, self.engine.kv_blocks
+        self.transfer, self.receiver, self.ring = receiving_side(
+            self.boot.config,
+            self.me.instance,
+            self.engine.runner.pool,
+            on_complete=lambda id, stats: self._soon(self._covered, id, stats),
+            on_missing=lambda id, ranges: self._soon(self._missing, id, ranges),
+            on_failed=lambda id, verified: self._soon(self._never_came, id, verified),
+            on_credit=lambda peer, slots: self._soon(self._credit, peer, slots),
+            on_peer_lost=lambda peer, reason: self._soon(self._path_lost, peer, reason),
         )
-        self.receiver.on_credit = lambda peer, slots: self._soon(self._credit, peer, slots)
-        self.receiver.on_complete = lambda id, stats: self._soon(self._covered, id, stats)
-        self.receiver.on_missing = lambda id, ranges: self._soon(self._missing, id, ranges)
-        self.receiver.on_failed = lambda id, blocks: self._soon(self._never_came, id)
         self.transfer.start()
 
     def stop_transfer(self) -> None:
@@ -90,11 +92,18 @@ class DecodeWorker(Worker[DecodeEntry]):
         super().lost(channel)
         if channel.peer.role != "prefill":
             return
-        self.transfer.call(self.receiver.peer_gone, channel.peer.instance)
+        self.transfer.peer_gone(channel.peer.instance, "control connection lost")
         self._parked = {id: parked for id, parked in self._parked.items() if parked[1] is not channel}
         for entry in self.ledger:
             if entry.source is channel or (entry.source is None and entry.prefill == channel.peer.name):
                 self._compute_here(entry)
+
+    def _path_lost(self, peer: str, reason: str) -> None:
+        """The transfer path ended before its control connection: both go, and come back together."""
+        for channel in list(self.channels):
+            if channel.peer.instance == peer:
+                logger.warning("transfer path from %s ended: %s", channel.peer.name, reason)
+                channel.abort()
 
     def _credit(self, peer: str, slots: tuple[int, ...]) -> None:
         for channel in self.channels:
@@ -153,9 +162,9 @@ class DecodeWorker(Worker[DecodeEntry]):
             entry = self.ledger.get(seq.id)
             if entry is None or entry.source is None:
                 continue
-            self.receiver.open(
-                seq.id, entry.source.peer.instance, seq.generation, list(seq.block_table), seq.num_resident_blocks
-            )
+            table, resident = list(seq.block_table), seq.num_resident_blocks
+            source = entry.source.peer.instance
+            self.receiver.open(seq.id, source, seq.generation, table, resident, len(table) - resident)
             self._send_grant(entry)
 
     def _send_grant(self, entry: DecodeEntry, missing: tuple[tuple[int, int], ...] = ()) -> None:
@@ -182,7 +191,7 @@ class DecodeWorker(Worker[DecodeEntry]):
                 self.receiver.token0(item.id)
                 self._start_if_complete(entry)
 
-    def _covered(self, id: SeqId, stats: TransferStats) -> None:
+    def _covered(self, id: SeqId, stats: ReceiveStats) -> None:
         entry = self.ledger.get(id)
         if entry is None or not entry.lease:
             return
@@ -209,18 +218,19 @@ class DecodeWorker(Worker[DecodeEntry]):
         if entry is not None and entry.lease:
             self._send_grant(entry, tuple(ranges))
 
-    def _never_came(self, id: SeqId) -> None:
+    def _never_came(self, id: SeqId, verified: int) -> None:
+        """The receiver gave up; it has ended its side of the entry."""
         entry = self.ledger.get(id)
         if entry is not None and entry.lease:
             if entry.source is not None:
                 entry.source.send(Abort(id, "chunks never came"))
-            self._compute_here(entry)
+            self._compute_here(entry, verified)
 
-    def _compute_here(self, entry: DecodeEntry) -> None:
+    def _compute_here(self, entry: DecodeEntry, verified: int | None = None) -> None:
         """Goes on without prefill: from the verified prefix, and with token 0 if it is known."""
         state = entry.seq.state
         if state is SeqState.RECEIVING:
-            prefix = self.receiver.revoke(entry.id)
+            prefix = self.receiver.revoke(entry.id) if verified is None else verified
             with self.engine.lock:
                 self.engine.scheduler.recompute(entry.id, prefix, entry.token0)
         elif state is SeqState.EXPECTED:
@@ -236,9 +246,6 @@ class DecodeWorker(Worker[DecodeEntry]):
         self.wake()
 
     # -- RUNNING and FINISHED ------------------------------------------------------------------------------------
-
-    def advanced(self, entry: DecodeEntry, step: Step) -> None:
-        super().advanced(entry, step)
 
     def drop(self, entry: DecodeEntry, reason: str) -> None:
         if entry.lease:
@@ -266,8 +273,8 @@ class DecodeWorker(Worker[DecodeEntry]):
         return Load(**{
             **{name: getattr(load, name) for name in load.__struct_fields__},
             "slots_total": counts.total,
-            "slots_free": counts.credited,
-            "counters": {**self.counters, **self.transfer.counters},
+            "slots_free": counts.idle,
+            "counters": {**self.counters, **self.transfer.counters()},
         })
 
 

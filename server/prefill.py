@@ -24,7 +24,7 @@ from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry
 from server.messages import Abort, Done, Grant, GrantRequest, Prefill, Renew, SeqToken, SlotCredit, Tokens
 from server.sequence import SeqId, Sequence
-from server.transfer.build import build_sender
+from server.transfer.build import sending_side
 from server.wire import Channel, connect, greet
 from server.worker import Worker, main
 
@@ -61,10 +61,14 @@ class PrefillWorker(Worker[PrefillEntry]):
     # -- links to decode workers ---------------------------------------------------------------------------------
 
     def start_transfer(self) -> None:
-        self.transfer, self.sender = build_sender(self.boot.config, self.me.instance, self.engine.kv_blocks)
-        self.sender.on_released = self._released
-        self.sender.on_failed = lambda id, reason: self._soon(self._push_failed, id, reason)
-        self.sender.on_peer_gone = lambda peer, reason: self._soon(self._path_lost, peer, reason)
+        self.transfer, self.sender = sending_side(
+            self.boot.config,
+            self.me.instance,
+            self.engine.runner.pool,
+            on_released=self._released,
+            on_failed=lambda id, reason: self._soon(self._push_failed, id, reason),
+            on_peer_lost=lambda peer, reason: self._soon(self._path_lost, peer, reason),
+        )
         self.transfer.start()
 
     def stop_transfer(self) -> None:
@@ -104,7 +108,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         super().lost(channel)
         if self.links.get(channel.peer.name) is channel:
             del self.links[channel.peer.name]
-            self.transfer.call(self.sender.peer_gone, channel.peer.instance)
+            self.transfer.peer_gone(channel.peer.instance, "control connection lost")
         for entry in self.ledger:
             if entry.link is channel and entry.is_handed_over:
                 self.drop(entry, "decode worker lost")  # the router waits for decode by now, and sees the loss itself
@@ -180,7 +184,8 @@ class PrefillWorker(Worker[PrefillEntry]):
         seq = entry.seq
         if not entry.is_opened and entry.link is not None:
             entry.is_opened = True
-            self.sender.open(
+            self.transfer.call(
+                self.sender.open,
                 seq.id,
                 entry.link.peer.instance,
                 seq.generation,
@@ -188,7 +193,7 @@ class PrefillWorker(Worker[PrefillEntry]):
                 len(seq.prompt),
                 seq.num_resident_blocks,
             )
-        self.sender.push(seq.id, step.stop_block)
+        self.transfer.call(self.sender.push, seq.id, step.ready.stop)
 
     # -- PUSHING: hand over, let go ------------------------------------------------------------------------------
 

@@ -22,11 +22,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from server.boot import Boot, Status
-from server.engine.build import build_engine
+from server.config import Role
+from server.engine.build import build_engine, model_facts
 from server.engine.engine import Engine, StepResult
-from server.engine.scheduler import Step
+from server.engine.scheduler import Scheduler, Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry, Ledger
+from server.logs import setup
 from server.messages import Abort, AbortAck, AnyMessage, Card, Done, Heartbeat, Load, Prefill, SeqToken, Tokens
 from server.sequence import SeqId, Sequence
 from server.wire import Channel, Identity, bind, serve, welcome
@@ -42,7 +44,7 @@ E = TypeVar("E", bound=Entry)
 class Worker(Generic[E]):
     """Control loop and engine thread of one process. Subclasses set `role` and extend `handlers`."""
 
-    role: ClassVar[str] = "colocated"
+    role: ClassVar[Role] = "colocated"
 
     def __init__(self, boot: Boot, clock: Callable[[], float] = time.monotonic) -> None:
         self.boot = boot
@@ -73,6 +75,7 @@ class Worker(Generic[E]):
         self.engine = await self._load_or_stop(stop)
         if stop.is_set():
             return
+        self.facts = model_facts(self.boot, self.engine.runner)
         self.start_transfer()
         engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         engine_thread.start()
@@ -80,7 +83,7 @@ class Worker(Generic[E]):
         for task in (self._beat(), self._tick_forever()):
             self.spawn(task)
         self.start_links()
-        self.status.ready({"address": address, "instance": self.me.instance, **self.engine.describe()})
+        self.status.ready({"address": address, "instance": self.me.instance, **self.facts})
         await stop.wait()
         server.close()
         self._stop_engine(engine_thread)
@@ -126,7 +129,7 @@ class Worker(Generic[E]):
 
     def card(self) -> Card:
         """What peers must agree on; subclasses add what they offer."""
-        return Card(same=self.engine.card())
+        return Card(same=self.facts)
 
     async def _serve(self, channel: Channel) -> None:
         """One accepted connection, from Hello to its end."""
@@ -275,7 +278,7 @@ class Worker(Generic[E]):
         for seq in result.failed:
             entry = self.ledger.get(seq.id)
             if entry is not None:
-                self.fail(entry, result.error)
+                self.fail(entry, f"the engine failed on it: {result.error}")
         self.after_step()
 
     def advanced(self, entry: E, step: Step) -> None:
@@ -297,7 +300,8 @@ class Worker(Generic[E]):
 
     async def _beat(self) -> None:
         while True:
-            beat = self.engine.heartbeat()
+            engine = self.engine
+            beat = Heartbeat(engine.num_steps, engine.step_age_s, engine.predicted_step_s)
             for channel in self.channels:
                 channel.send(beat)
             await asyncio.sleep(HEARTBEAT_S)
@@ -326,24 +330,33 @@ class Worker(Generic[E]):
     def load(self, busy_share: float) -> Load:
         scheduler = self.engine.scheduler
         with self.engine.lock:
-            counts = scheduler.counts()
-            integrity = "" if len(self.ledger) else scheduler.integrity()
+            counts = scheduler.counters()
+            integrity = "" if len(self.ledger) else _integrity(scheduler)
         return Load(
-            waiting=counts.waiting,
-            running=counts.running,
-            expected=counts.expected,
-            receiving=counts.receiving,
-            pushing=counts.pushing,
+            waiting=counts.num_waiting,
+            running=counts.num_running,
+            expected=counts.num_expected,
+            receiving=counts.num_receiving + counts.num_received,
+            pushing=counts.num_pushing,
             blocks_total=counts.blocks_total,
             blocks_used=counts.blocks_used,
             blocks_granted=counts.blocks_granted,
-            over_high=counts.over_high,
+            over_high=not counts.grants_open,
             preemptions=counts.preemptions,
             prefix_hit_tokens=counts.prefix_hit_tokens,
             busy_share=busy_share,
             counters=dict(self.counters),
             integrity=integrity,
         )
+
+
+def _integrity(scheduler: Scheduler) -> str:
+    """Empty, or what does not add up. Looked at while idle: it walks all blocks."""
+    try:
+        scheduler.check_integrity()
+    except AssertionError as error:
+        return str(error) or "block tables, counts and queues disagree"
+    return ""
 
 
 def _ignore(channel: Channel, message: AnyMessage) -> None:
@@ -362,7 +375,7 @@ def main(worker: type[Worker[Any]]) -> int:
     parser = argparse.ArgumentParser(prog=f"server.{worker.role}")
     parser.add_argument("--boot", required=True, help="boot file written by the supervisor")
     boot = Boot.load(parser.parse_args().boot)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    setup(boot.name)
     try:
         asyncio.run(worker(boot).run())
     except PdctlError as error:
