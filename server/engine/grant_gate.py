@@ -34,7 +34,7 @@ class OutputLengths:
 
 
 class GrantGate:
-    """Open until a pass ends above a low mark and someone had to wait; then shut until both are down at their low marks.
+    """Open until a pass ends above a low mark and someone had to wait; then shut until both are at their low marks.
 
     So smaller ones pass a prompt too large for now, until it is aged; and below the low marks nothing shuts. An empty
     pool grants whatever fits it, marks or not.
