@@ -51,9 +51,9 @@ class BlockTables:
         self.prefix_hit_tokens += hit_tokens
         return hit_tokens
 
-    def has_slot(self, seq: Sequence) -> bool:
-        """Whether the next token has a slot."""
-        return seq.num_computed < len(seq.block_table) * self.pool.block_size
+    def num_slots(self, seq: Sequence) -> int:
+        """How many tokens more its blocks have room for."""
+        return len(seq.block_table) * self.pool.block_size - seq.num_computed
 
     def grow(self, seq: Sequence) -> None:
         seq.block_table += self.pool.allocate(1)

@@ -202,7 +202,7 @@ class Scheduler:
 
     def _has_slot(self, seq: Sequence, place: int) -> bool:
         """Makes room for the next token. When nobody gives way, it sits this step out and keeps its blocks."""
-        if self._tables.has_slot(seq):
+        if self._tables.num_slots(seq):
             return True
         while not self._tables.pool.num_free:
             victim = self._victim(place)
@@ -236,7 +236,8 @@ class Scheduler:
                 if not can_admit:
                     continue
                 num_prompts += 1
-            num_tokens = min(room, seq.num_pending)
+            # A first token that came with a failed transfer has no slot yet: it is left for _decode.
+            num_tokens = min(room, seq.num_pending, self._tables.num_slots(seq))
             slices.append(Slice(seq, seq.num_computed, num_tokens))
             room -= num_tokens
 

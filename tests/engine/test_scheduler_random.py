@@ -19,7 +19,9 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now = 0.0
-        self.limits = Limits(token_budget=64, chunk_tokens=24, max_seqs=3, max_running=6, ahead=3, local_prefill_tokens=8)
+        self.limits = Limits(
+            token_budget=64, chunk_tokens=24, max_seqs=3, max_running=6, ahead=3, local_prefill_tokens=8
+        )
         self.limits.queue_low, self.limits.queue_high = 1, 3
         self.pool = BlockPool(25, 4)
         self.scheduler = Scheduler(self.limits, self.pool, lambda: self.now)
