@@ -30,6 +30,8 @@ Progress = Callable[[str, float], None]
 Auto = Literal["auto"]
 
 _KV_SHARE = 0.25  # of the memory that is free once the weights are loaded: other workers share the host
+# auto takes no more on a CPU, or four sequences of max_len: zeroing memory that the host has yet to find takes seconds.
+_CPU_KV_BYTES = 2 * 2**30
 
 
 def _silent(stage: str, share: float) -> None:
@@ -126,7 +128,10 @@ class ModelRunner:
         most = 1 + self._max_running * self.spec.num_blocks_for(self.max_len)
         free = self._free_bytes()
         if self._kv_bytes == "auto":
-            num_blocks, source = min(most, int(free * _KV_SHARE) // block), f"auto, {_KV_SHARE:.0%} of free memory"
+            affordable = int(free * _KV_SHARE) // block
+            if self.device.type == "cpu":
+                affordable = min(affordable, max(_CPU_KV_BYTES // block, 4 * least))
+            num_blocks, source = min(most, affordable), "auto"
         else:
             num_blocks, source = self._kv_bytes // block, "kv_bytes"
         logger.info(
