@@ -17,12 +17,12 @@ _TIME = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_bytes(value: Any) -> Any:
-    """"256MiB" -> 268435456. Numbers pass; anything else is left for pydantic to refuse."""
+    """ "256MiB" -> 268435456. Numbers pass; anything else is left for pydantic to refuse."""
     return int(_scaled(value, _SIZE, "a size such as 256MiB")) if isinstance(value, str) else value
 
 
 def parse_seconds(value: Any) -> Any:
-    """"250ms" -> 0.25. Numbers pass as seconds."""
+    """ "250ms" -> 0.25. Numbers pass as seconds."""
     return _scaled(value, _TIME, "a duration such as 30s or 250ms") if isinstance(value, str) else value
 
 
@@ -40,6 +40,8 @@ def _auto_or(parse: Any) -> BeforeValidator:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 Auto = Literal["auto"]
+Role = Literal["prefill", "decode", "colocated"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
@@ -175,7 +177,7 @@ class WorkerSpec(Section):
     """One worker process, as the supervisor starts it and every other process addresses it."""
 
     name: str
-    role: Literal["prefill", "decode", "colocated"]
+    role: Role
     index: int
     gpus: list[int]
     cpus: list[int]
@@ -214,14 +216,19 @@ class Config(Section):
         return tuple(self._workers())
 
     def _workers(self) -> Iterator[WorkerSpec]:
-        for role in ("prefill", "decode", "colocated"):
+        for role in ROLES:
             pool = self.pool(role)
             for i in range(pool.workers):
                 gpus, cpus = pool.devices_of(i)
                 yield WorkerSpec(name=f"{role}-{i}", role=role, index=i, gpus=gpus, cpus=cpus)
 
-    def pool(self, role: Literal["prefill", "decode", "colocated"]) -> Prefill | Decode | Colocated:
-        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}[role]
+    def pool(self, role: Role) -> Prefill | Decode | Colocated:
+        pools: dict[str, Prefill | Decode | Colocated] = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "colocated": self.colocated,
+        }
+        return pools[role]
 
     @property
     def served_names(self) -> list[str]:

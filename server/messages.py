@@ -16,15 +16,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defau
 class Card(msgspec.Struct, frozen=True):
     """What two processes must agree on before they work together.
 
-    `same` must be equal key by key (model fingerprint, dtype, layers, block_size, ...); `offer` is what each side can do
-    (transports, checksum, slot size) and is settled by the side that receives. A router fills only the keys it knows.
+    `same` must be equal key by key (model fingerprint, dtype, layers, block_size, ...); `offer` is what each side can
+    do (transports, checksum, slot size), settled by the side that receives. A router fills only the keys it knows.
     """
 
     same: dict[str, str]
     offer: dict[str, str | int | list[str]] = {}
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Four of them open every connection: nonce, nonce + proof, proof + card, card. `refused` ends it instead."""
 
     name: str
@@ -36,7 +36,7 @@ class Hello(Message):
     refused: str = ""
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True):
     """router -> prefill: read this prompt for decode worker `decode`. router -> any worker with `decode` empty: do the
     whole sequence there."""
 
@@ -47,7 +47,7 @@ class Prefill(Message):
     decode: str = ""
 
 
-class Decode(Message):
+class Decode(Message, frozen=True):
     """router -> decode: expect this prompt's KV from prefill worker `prefill`, then go on from token 0."""
 
     id: SeqId
@@ -57,16 +57,16 @@ class Decode(Message):
     prefill: str = ""
 
 
-class GrantRequest(Message):
+class GrantRequest(Message, frozen=True):
     """prefill -> decode: this sequence is next in line."""
 
     id: SeqId
     num_tokens: int
 
 
-class Grant(Message):
-    """decode -> prefill: blocks are reserved; the first `num_resident_blocks` need not be sent. Valid for `lease_s` after
-    each Renew. Sent again with `missing` [first, stop) ranges when blocks did not arrive: the grant restates its wants."""
+class Grant(Message, frozen=True):
+    """decode -> prefill: blocks are reserved; the first `num_resident_blocks` need not be sent. Valid for `lease_s`
+    after each Renew. Sent again with `missing` [first, stop) ranges when blocks did not arrive."""
 
     id: SeqId
     generation: int
@@ -75,7 +75,7 @@ class Grant(Message):
     missing: tuple[tuple[int, int], ...] = ()
 
 
-class Renew(Message):
+class Renew(Message, frozen=True):
     """prefill -> decode: these grants are still wanted."""
 
     ids: tuple[SeqId, ...]
@@ -93,7 +93,7 @@ class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
 
 
-class SlotCredit(Message):
+class SlotCredit(Message, frozen=True):
     """decode -> prefill: these ring slots may be written (again)."""
 
     slots: tuple[int, ...]
@@ -107,17 +107,18 @@ class SeqToken(msgspec.Struct, frozen=True, array_like=True):
     token: Token
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """worker -> router: what one step sampled. prefill -> decode: token 0, the hand-over."""
 
     items: tuple[SeqToken, ...]
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """worker -> router: this worker is through with the sequence as far as the client is concerned.
     decode -> prefill: every block is here and verified (the acknowledgement), `reason` "received".
 
-    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "error" (with `message`), "received".
+    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "error" (with `message`),
+    "received".
     `stages`: seconds since this worker heard of the sequence, and counts; see docs/protocol.md.
     """
 
@@ -128,18 +129,18 @@ class Done(Message):
     message: str = ""
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Nobody wants this sequence any more. Always answered by AbortAck, also for unknown ids."""
 
     id: SeqId
     reason: str = ""
 
 
-class AbortAck(Message):
+class AbortAck(Message, frozen=True):
     id: SeqId
 
 
-class Load(Message):
+class Load(Message, frozen=True):
     """worker -> router, a few times a second: what routing, watermarks and /admin/state need."""
 
     waiting: int
@@ -160,7 +161,7 @@ class Load(Message):
     integrity: str = ""
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Any side, from a task that does not wait for the engine. Frozen = `step_age_s` over five times `predicted_s`."""
 
     steps: int = 0

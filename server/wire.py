@@ -123,7 +123,7 @@ async def connect(address: str, timeout_s: float = 5.0) -> Channel:
             host, _, port = rest.rpartition(":")
             return Channel(*await asyncio.open_connection(host, int(port)))
     except (OSError, TimeoutError) as error:
-        raise PeerLost(f"cannot connect to {address}: {error or 'timed out'}") from error
+        raise PeerLost(f"cannot connect to {address}: {str(error) or 'timed out'}") from error
 
 
 async def serve(address: str, handle: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
