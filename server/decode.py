@@ -1,12 +1,12 @@
-"""The decode worker: reserves room, takes a prompt's KV as it is computed elsewhere, and writes every token after the first.
+"""The decode worker: reserves room, takes a prompt's KV as it is computed elsewhere, and writes all tokens but the first.
 
-    EXPECTED   the router's Decode is here; prefill's GrantRequest puts it in line. Under the high watermark it gets one.
+    EXPECTED   the router's Decode is here; prefill's GrantRequest puts it in line. Under the high mark it gets its grant.
     RECEIVING  blocks are reserved and granted. Chunks land in the ring, are verified, and copied into the blocks.
     RUNNING    every block is covered and token 0 is here, in either order. It decodes from the next step on.
     FINISHED   a stop, a length or an abort; blocks are free after the last step that used them.
 
-When prefill is lost, its lease runs out or chunks never come, the prompt is computed here from the verified prefix: this
-worker has the same model, and the router takes each token from whoever is first.
+When prefill is lost, its lease runs out or chunks never come, the prompt is computed here from the verified prefix:
+this worker has the same model, and the router takes each token from whoever is first.
 """
 
 import logging
@@ -19,7 +19,7 @@ from server.boot import Boot
 from server.errors import PdctlError
 from server.ledger import Entry
 from server.messages import Abort, Card, Decode, Done, Grant, GrantRequest, Load, Renew, SeqToken, SlotCredit, Tokens
-from server.sequence import SeqId, Sequence, SeqState, Token
+from server.sequence import SeqId, SeqState, Sequence, Token
 from server.transfer.build import receiving_side
 from server.transfer.receiver import ReceiveStats
 from server.wire import Channel
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class DecodeEntry(Entry):
-    """`source` is the prefill worker's connection once it asked for a grant; `prefill` its name, known from the start."""
+    """`source` is prefill's connection once it asked for a grant; `prefill` its name, known from the start."""
 
     prefill: str = ""
     source: Channel | None = None
@@ -62,31 +62,37 @@ class DecodeWorker(Worker[DecodeEntry]):
     # -- transfer ------------------------------------------------------------------------------------------------
 
     def start_transfer(self) -> None:
-        self.transfer, self.receiver, self.ring = receiving_side(
-            self.boot.config,
+        pool = self.engine.runner.pool
+        side = receiving_side(
+            self.boot.config.transfer,
             self.me.instance,
-            self.engine.runner.pool,
-            on_complete=lambda id, stats: self._soon(self._covered, id, stats),
-            on_missing=lambda id, ranges: self._soon(self._missing, id, ranges),
-            on_failed=lambda id, verified: self._soon(self._never_came, id, verified),
-            on_credit=lambda peer, slots: self._soon(self._credit, peer, slots),
-            on_peer_lost=lambda peer, reason: self._soon(self._path_lost, peer, reason),
+            pool.blocks,
+            pool.spec.block_size,
+            self.boot.config.prefill.workers,
+            on_complete=lambda id, stats: self.soon(self._covered, id, stats),
+            on_missing=lambda id, ranges: self.soon(self._missing, id, ranges),
+            on_failed=lambda id, verified: self.soon(self._never_came, id, verified),
+            on_credit=lambda peer, slots: self.soon(self._credit, peer, slots),
+            on_peer_lost=lambda peer, reason: self.soon(self._path_lost, peer, reason),
         )
+        self.transfer, self.receiver, self.ring = side.thread, side.receiver, side.ring
+        self.offer = side.transport.offer()
         self.transfer.start()
 
     def stop_transfer(self) -> None:
         self.transfer.close()
 
-    def _soon(self, work: Callable[..., None], *args: Any) -> None:
-        self.loop.call_soon_threadsafe(work, *args)
-
     def card(self) -> Card:
-        return Card(same=self.engine.card(), offer=self.transfer.offer())
+        return Card(same=self.facts, offer=self.offer)
 
     def joined(self, channel: Channel) -> None:
         if channel.peer.role == "prefill":
-            slots = self.receiver.peer_joined(channel.peer.instance)
-            channel.send(SlotCredit(tuple(slots)))
+            self.transfer.call(self._join, channel)
+
+    def _join(self, channel: Channel) -> None:
+        """On the transfer thread, after what an earlier connection of the same peer left there."""
+        slots = self.receiver.peer_joined(channel.peer.instance)
+        self.soon(channel.send, SlotCredit(slots))
 
     def lost(self, channel: Channel) -> None:
         super().lost(channel)
@@ -126,7 +132,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             salt=message.salt,
             state=SeqState.EXPECTED,
         )
-        entry = cast(DecodeEntry, self.new_entry(seq, channel))
+        entry = cast("DecodeEntry", self.new_entry(seq, channel))
         entry.prefill = message.prefill
         self.ledger.add(entry)
         parked = self._parked.pop(message.id, None)
@@ -196,7 +202,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         if entry is None or not entry.lease:
             return
         entry.is_covered = True
-        entry.stages |= stats.stages(entry.heard)
+        entry.stages |= _stages(stats, entry.heard)
         if entry.source is not None:
             entry.source.send(Done(id, "received"))
         self._start_if_complete(entry)
@@ -270,12 +276,27 @@ class DecodeWorker(Worker[DecodeEntry]):
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)
         counts = self.ring.counts()
-        return Load(**{
-            **{name: getattr(load, name) for name in load.__struct_fields__},
-            "slots_total": counts.total,
-            "slots_free": counts.idle,
-            "counters": {**self.counters, **self.transfer.counters()},
-        })
+        return Load(
+            **{
+                **{name: getattr(load, name) for name in load.__struct_fields__},
+                "slots_total": counts.total,
+                "slots_free": counts.idle,
+                "counters": {**self.counters, **self.transfer.counters()},
+            }
+        )
+
+
+def _stages(stats: ReceiveStats, heard: float) -> dict[str, float]:
+    return {
+        "first_chunk": stats.first_chunk - heard,
+        "kv_ready": stats.kv_ready - heard,
+        "transfer": stats.transfer,
+        "kv_bytes": stats.kv_bytes,
+        "wire_bytes": stats.wire_bytes,
+        "chunks": stats.chunks,
+        "resends": stats.resends,
+        "overlap": stats.overlap,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Which sequences a worker knows, who asked for each, and which ids it must not know again.
 
-Control messages race: an Abort can outrun its Prefill, a GrantRequest its Decode. Aborted and ended ids leave a tombstone
-for a while, so that what comes late finds the door closed; what comes early is parked for a moment.
+Control messages race: an Abort can outrun its Prefill, a GrantRequest its Decode. Aborted and ended ids leave a
+tombstone for a while, so that what comes late finds the door closed; what comes early is parked for a moment.
 """
 
 from collections import OrderedDict

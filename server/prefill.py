@@ -3,8 +3,8 @@
     WAITING   the router's Prefill is here. The next few in line ask their decode worker for a grant (GrantRequest).
     (granted) Grant is here; the scheduler admits the sequence once all of its own blocks are free.
     RUNNING   after each compute chunk its finished blocks go to the transfer thread while the next one is computed.
-    PUSHING   token 0 went to the router and to the decode worker; blocks stay until decode says Done(received), so that a
-              lost chunk can be sent again.
+    PUSHING   token 0 went to the router and to the decode worker; blocks stay until decode says Done(received), so that
+              a lost chunk can be sent again.
     FINISHED  no post reads the blocks any more, and they are free.
 
 One connection to each decode worker carries control messages; its end ends the transfer path too, and is made anew.
@@ -61,21 +61,21 @@ class PrefillWorker(Worker[PrefillEntry]):
     # -- links to decode workers ---------------------------------------------------------------------------------
 
     def start_transfer(self) -> None:
-        self.transfer, self.sender = sending_side(
-            self.boot.config,
+        pool = self.engine.runner.pool
+        side = sending_side(
+            self.boot.config.transfer,
             self.me.instance,
-            self.engine.runner.pool,
+            pool.blocks,
+            pool.spec.block_size,
             on_released=self._released,
-            on_failed=lambda id, reason: self._soon(self._push_failed, id, reason),
-            on_peer_lost=lambda peer, reason: self._soon(self._path_lost, peer, reason),
+            on_failed=lambda id, reason: self.soon(self._push_failed, id, reason),
+            on_peer_lost=lambda peer, reason: self.soon(self._path_lost, peer, reason),
         )
+        self.transfer, self.sender = side.thread, side.sender
         self.transfer.start()
 
     def stop_transfer(self) -> None:
         self.transfer.close()
-
-    def _soon(self, work: Callable[..., None], *args: Any) -> None:
-        self.loop.call_soon_threadsafe(work, *args)
 
     def start_links(self) -> None:
         for name, address in self.boot.addresses.items():
@@ -136,7 +136,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         seq = Sequence(
             message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt, needs_grant=True
         )
-        entry = cast(PrefillEntry, self.new_entry(seq, channel))
+        entry = cast("PrefillEntry", self.new_entry(seq, channel))
         entry.link = self.links.get(message.decode)
         self.ledger.add(entry)
         if entry.link is None:
@@ -224,7 +224,9 @@ class PrefillWorker(Worker[PrefillEntry]):
     def on_abort(self, channel: Channel, message: Abort) -> None:
         entry = self.ledger.get(message.id)
         if entry is not None and entry.link is channel:
-            self._let_go(entry)  # decode goes on without us, or has been told to stop: no answer to it, none to the router
+            self._let_go(
+                entry
+            )  # decode goes on without us, or has been told to stop: no answer to it, none to the router
         else:
             super().on_abort(channel, message)
 
@@ -250,7 +252,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         with self.engine.lock:
             self.engine.scheduler.release(id)
         self.wake()
-        self._soon(self._ask)
+        self.soon(self._ask)
 
     def _push_failed(self, id: SeqId, reason: str) -> None:
         entry = self.ledger.get(id)

@@ -30,7 +30,7 @@ from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry, Ledger
 from server.logs import setup
 from server.messages import Abort, AbortAck, AnyMessage, Card, Done, Heartbeat, Load, Prefill, SeqToken, Tokens
-from server.sequence import SeqId, Sequence
+from server.sequence import Sequence
 from server.wire import Channel, Identity, bind, serve, welcome
 
 HEARTBEAT_S = 1.0
@@ -94,12 +94,12 @@ class Worker(Generic[E]):
     async def _load_or_stop(self, stop: asyncio.Event) -> Engine:
         """Loads off the loop, so that a stop during a long load is heard; the process then leaves without waiting."""
         loading = self.loop.run_in_executor(None, build_engine, self.boot, self.role, self.status.stage)
-        stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set() and not loading.done():
-            os._exit(0)  # a load cannot be interrupted, and nothing is owed to anyone yet
-        stopped.cancel()
-        return await loading
+        stopped = self.loop.create_task(stop.wait())
+        stopped.add_done_callback(lambda _: None if loading.done() else os._exit(0))  # a load cannot be interrupted
+        try:
+            return await loading
+        finally:
+            stopped.cancel()
 
     def start_transfer(self) -> None:
         """Starts the transfer thread, for roles that have one."""
@@ -187,7 +187,7 @@ class Worker(Generic[E]):
         if self.ledger.knew(message.id):
             return
         seq = Sequence(message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt)
-        entry = cast(E, self.new_entry(seq, channel))
+        entry = cast("E", self.new_entry(seq, channel))
         self.ledger.add(entry)
         self.admit(entry)
 
@@ -225,6 +225,11 @@ class Worker(Generic[E]):
         entry.owner.send(Done(entry.id, "error", entry.seq.num_cached, entry.stages, message))
         self.drop(entry, message)
 
+    def soon(self, work: Callable[..., Any], *args: Any) -> None:
+        """From any thread: `work(*args)` on the control loop. After the loop has closed there is nobody to tell."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(work, *args)
+
     # -- engine thread -------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -247,7 +252,7 @@ class Worker(Generic[E]):
                 continue
             self._busy_s += result.seconds
             self.stepped(result)
-            self.loop.call_soon_threadsafe(self._deliver, result)
+            self.soon(self._deliver, result)
 
     def _stop_engine(self, thread: threading.Thread) -> None:
         self._stopping.set()

@@ -24,8 +24,22 @@ IMPLEMENTATION = "pdctl_paged"
 
 # What models pass along that changes nothing here. Everything else must be None, or the model is not ours to run.
 _HARMLESS = frozenset(
-    "dropout position_ids position_embeddings use_cache return_dict output_attentions output_hidden_states "
-    "output_router_logits cache_position cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k logits_to_keep".split()
+    [
+        "dropout",
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "logits_to_keep",
+    ]
 )
 
 

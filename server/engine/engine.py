@@ -13,27 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from server.sequence import Batch, SeqId, Sequence, Token
+from server.engine.model_runner import ModelRunner
+from server.engine.scheduler import Scheduler, Step
+from server.sequence import Batch, Sequence
 
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2  # weight of the newest step in its estimate
-
-
-class SchedulerLike(Protocol):
-    """What the engine uses of the Scheduler."""
-
-    def schedule(self) -> Batch: ...
-    def update(self, batch: Batch, tokens: list[Token | None]) -> list[Any]: ...
-    def abort(self, seq_id: SeqId) -> Sequence | None: ...
-
-
-class RunnerLike(Protocol):
-    """What the engine uses of the ModelRunner."""
-
-    def execute(self, batch: Batch) -> list[Token | None]: ...
 
 
 @dataclass(slots=True)
@@ -42,7 +29,8 @@ class StepResult:
     that it ended."""
 
     batch: Batch
-    steps: list[Any]
+    steps: list[Step]
+    started: float  # on the engine's clock
     seconds: float
     failed: list[Sequence] = field(default_factory=list)
     error: Exception | None = None
@@ -74,7 +62,7 @@ class StepTimes:
 
 class Engine:
     def __init__(
-        self, scheduler: SchedulerLike, runner: RunnerLike, clock: Callable[[], float] = time.perf_counter
+        self, scheduler: Scheduler, runner: ModelRunner, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -103,7 +91,7 @@ class Engine:
         self.times.observe(batch.num_tokens, seconds)
         with self.lock:
             steps = self.scheduler.update(batch, tokens)
-        return StepResult(batch, steps, seconds)
+        return StepResult(batch, steps, started, seconds)
 
     def _fail(self, batch: Batch, error: Exception, started: float) -> StepResult:
         logger.exception("a step of %d tokens failed; its %d sequences end", batch.num_tokens, len(batch.slices))
@@ -111,7 +99,7 @@ class Engine:
             # Aborted first, so that update() frees them and registers none of the blocks that were to be written.
             failed = [s.seq for s in batch.slices if self.scheduler.abort(s.seq.id) is not None]
             steps = self.scheduler.update(batch, [None] * len(batch.slices))
-        return StepResult(batch, steps, self._clock() - started, failed, error)
+        return StepResult(batch, steps, started, self._clock() - started, failed, error)
 
     @property
     def step_age_s(self) -> float:

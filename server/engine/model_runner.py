@@ -8,7 +8,8 @@ It reads sequences and never changes them: that is the Scheduler's. One thread c
 
 import logging
 import time
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any, Literal
 

@@ -10,7 +10,8 @@ from (seed, output index). So a token depends on its logits and its own request 
 process, or which worker draws it.
 """
 
-from collections.abc import Callable, Iterable, Sequence as Rows
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
 
 import torch
 
@@ -93,7 +94,9 @@ def _allow(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
     for i, s in enumerate(seqs):
         if s.params.allowed_token_ids:
             keep = torch.tensor(
-                [t for t in s.params.allowed_token_ids if 0 <= t < logits.shape[1]], device=logits.device, dtype=torch.long
+                [t for t in s.params.allowed_token_ids if 0 <= t < logits.shape[1]],
+                device=logits.device,
+                dtype=torch.long,
             )
             row = torch.full_like(logits[i], _NEVER)
             row[keep] = logits[i, keep]

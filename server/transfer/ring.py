@@ -31,12 +31,13 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RingCounts:
-    """`credited` are all slots of living peers, whatever their state."""
+    """`credited` are all slots of living peers, whatever their state; `idle` ones hold nothing and await nothing."""
 
     total: int
     free: int
     credited: int
     quarantined: int
+    idle: int
 
 
 class LandingRing:
@@ -145,7 +146,8 @@ class LandingRing:
         with self._lock:
             free = self._state.count(SlotState.FREE)
             quarantined = self._state.count(SlotState.QUARANTINED)
-            return RingCounts(self.num_slots, free, self.num_slots - free - quarantined, quarantined)
+            idle = free + self._state.count(SlotState.CREDITED)
+            return RingCounts(self.num_slots, free, self.num_slots - free - quarantined, quarantined, idle)
 
     def credited(self, peer: str) -> tuple[int, ...]:
         """Slots that `peer` may write now."""

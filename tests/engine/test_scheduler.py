@@ -13,7 +13,7 @@ def test_a_sequence_from_prompt_to_end() -> None:
     # 1. The prompt's blocks are taken at admission, and it is computed in chunks; the last one samples.
     story.add(seq)
     [first] = story.step()
-    assert (first.token, first.finished, first.ready) == (None, False, range(0, 4))
+    assert (first.token, first.finished, first.ready) == (None, False, range(4))
     assert len(seq.block_table) == 5
     [second] = story.step()
     assert (second.token, second.index, second.ready) == (Token(7), 0, range(4, 5))

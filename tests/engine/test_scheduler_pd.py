@@ -33,7 +33,7 @@ def test_prefix_hits_are_ready_to_push_with_the_first_chunk() -> None:
         story.add(seq := story.seq(prompt=list(range(1, 13)), needs_grant=True))
         story.grant(generation, seq)
         [step] = story.step()
-        assert step.ready == range(0, 3)
+        assert step.ready == range(3)
     assert seq.num_cached == 8
 
 

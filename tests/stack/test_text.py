@@ -107,9 +107,7 @@ def english(folder: Path) -> list[list[int]]:
                  "Repeat: red green blue red green blue red green blue", "Who wrote Romeo and Juliet?"]  # fmt: skip
     return [
         tokenizer.encode(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True
-            ),
+            tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True),
             add_special_tokens=False,
         )
         for q in questions
