@@ -7,6 +7,7 @@ largest gap while the prompt was read, and their ratio; median of the rounds. `-
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -60,7 +61,7 @@ def one_round(url: str, rng: random.Random, long_prompt: int) -> tuple[float, fl
     httpx.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status()
     end = time.monotonic()
     reader.join(300)
-    gaps = [(b, b - a) for a, b in zip(times, times[1:], strict=False)]
+    gaps = [(b, b - a) for a, b in itertools.pairwise(times)]
     during = [gap for at, gap in gaps if begin <= at and at - gap <= end]
     return statistics.median(gap for _, gap in gaps), max(during), end - begin
 

@@ -1,6 +1,6 @@
-"""The decode worker: reserves room, takes a prompt's KV as it is computed elsewhere, and writes all tokens but the first.
+"""The decode worker: reserves room, takes a prompt's KV as it is computed elsewhere, writes all tokens but the first.
 
-    EXPECTED   the router's Decode is here; prefill's GrantRequest puts it in line. Under the high mark it gets its grant.
+    EXPECTED   the router's Decode is here; prefill's GrantRequest puts it in line. Under the high mark it is granted.
     RECEIVING  blocks are reserved and granted. Chunks land in the ring, are verified, and copied into the blocks.
     RUNNING    every block is covered and token 0 is here, in either order. It decodes from the next step on.
     FINISHED   a stop, a length or an abort; blocks are free after the last step that used them.

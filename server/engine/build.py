@@ -63,8 +63,8 @@ def worker_spec(boot: Boot) -> WorkerSpec:
 def limits_for(config: Config, role: Role, device: torch.device, max_len: int) -> Limits:
     pool = config.pool(role)
     on_cpu = device.type == "cpu"
-    budget = (CPU_TOKENS if on_cpu else GPU_BUDGET) if pool.token_budget == "auto" else pool.token_budget
-    chunk = (CPU_TOKENS if on_cpu else GPU_CHUNK) if pool.chunk_tokens == "auto" else pool.chunk_tokens
+    budget = pool.token_budget if isinstance(pool.token_budget, int) else (CPU_TOKENS if on_cpu else GPU_BUDGET)
+    chunk = pool.chunk_tokens if isinstance(pool.chunk_tokens, int) else (CPU_TOKENS if on_cpu else GPU_CHUNK)
     limits = Limits(token_budget=budget, chunk_tokens=min(chunk, budget), max_len=max_len)
     match pool:
         case Prefill():

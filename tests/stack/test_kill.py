@@ -1,4 +1,4 @@
-"""`kill -9` of each process: said within 2 s, no request hangs or lies, what can come back does, and the next one works."""
+"""`kill -9` of each process: said within 2 s, no request hangs or lies, what can comes back, the next request works."""
 
 import json
 import os
