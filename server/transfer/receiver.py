@@ -122,14 +122,16 @@ class Receiver:
         return bool(self._receives)
 
     def peer_joined(self, peer: str) -> tuple[int, ...]:
-        """Its slots, for the first SlotCredit. Raises TransferError when the ring has no share left."""
+        """Its slots, for the first SlotCredit. Raises TransferError when the ring has no share left. Safe anywhere; on
+        the transfer thread (`call`) it comes after an earlier `TransferThread.peer_gone` of the same peer."""
         return self._ring.assign(peer)
 
     def open(self, id: SeqId, peer: str, generation: int, table: list[int], first_block: int, num_blocks: int) -> None:
         """Chunks of `peer` for [first_block, first_block + num_blocks) of `table` are welcome from now on. An id that
         is open already starts anew under this generation. With nothing to come it completes at the next tick."""
         wanted = _Receive(id, peer, generation, list(table), first_block, bytearray(num_blocks))
-        assert first_block + num_blocks <= len(table)
+        assert 0 <= first_block <= first_block + num_blocks <= len(table)
+        assert all(0 <= block < len(self._blocks) for block in table)
         with self._lock:
             self._receives[id] = wanted
             if not num_blocks:

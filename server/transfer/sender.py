@@ -134,6 +134,8 @@ class Sender:
         num_blocks = -(-num_tokens // self._block_size)
         if not 0 <= first_block <= num_blocks <= len(table):
             raise TransferError(f"{id}: blocks [{first_block}, {num_blocks}) of a table of {len(table)}")
+        if table and not 0 <= min(table) <= max(table) < len(self._blocks):
+            raise TransferError(f"{id}: block {max(table)} or {min(table)} of {len(self._blocks)}")
         push = _Push(id, peer, generation, table[:num_blocks], first_block, first_block, first_block)
         old = self._pushes.get(id)
         if old is not None:

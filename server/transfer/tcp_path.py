@@ -99,6 +99,8 @@ class Outgoing:
 
     def check_read(self) -> None:
         """Readable: the other end closed, or broke the rule that it never sends. Raises TransferError either way."""
+        if not self._is_connected and not self._finish_connect():
+            return
         try:
             data = self.sock.recv(1)
         except BlockingIOError:
