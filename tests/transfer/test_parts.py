@@ -11,9 +11,10 @@ from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed, Sent
 from server.transfer.checksum import Checksum
+from server.transfer.coverage import Coverage, adjacent, runs, union
 from server.transfer.receiver import Receiver, ReceiveStats
 from server.transfer.ring import LandingRing
-from server.transfer.sender import Sender, runs
+from server.transfer.sender import Sender
 from server.transfer.thread import TransferThread
 from tests.transfer.world import WAIT_S, Clock, random_pool, seq
 
@@ -67,6 +68,7 @@ class Prefill:
         self.wire = Wire()
         self.released: list[SeqId] = []
         self.failed: list[tuple[SeqId, str]] = []
+        self.lost: list[tuple[str, str]] = []
         self.sender = Sender(
             self.wire,
             random_pool(1, 64, 64),
@@ -89,7 +91,6 @@ def p() -> Prefill:
 
 
 def test_runs_of_adjacent_blocks_are_one_piece(p: Prefill) -> None:
-    assert runs([7, 8, 9, 3]) == [(7, 10), (3, 4)]
     p.sender.credit("D", [0])
     p.sender.open(seq(1), "D", 1, [7, 8, 9, 3], 64, 0)
     p.sender.push(seq(1), 4)
@@ -169,12 +170,55 @@ def test_failed_post_of_an_old_grant_elsewhere_is_not_the_new_ones_trouble(p: Pr
 
 
 def test_impossible_opens(p: Prefill) -> None:
-    with pytest.raises(TransferError, match="table of 2"):
-        p.sender.open(seq(1), "D", 1, [1, 2], 48, 0)
-    with pytest.raises(TransferError, match="block 64 or 1 of 64"):
-        p.sender.open(seq(1), "D", 1, [1, 64], 32, 0)
+    p.sender.open(seq(1), "D", 1, [1, 2], 48, 0)
+    p.sender.open(seq(2), "D", 1, [1, 64], 32, 0)
+    p.sender.open(seq(3), "E", 1, [1], 16, 0)
+    assert [reason for _, reason in p.failed] == [
+        "blocks [0, 3) of a table of 2",
+        "block 64 or 1 of 64",
+        "no path to peer E",
+    ]
+    for number in (1, 2, 3):
+        p.sender.drop(seq(number))
+    assert len(p.released) == 3
     with pytest.raises(TransferError, match="a block has 64"):
         p.sender.connect_peer("E", {"kv_slot_bytes": 32})
+
+
+def test_a_callback_that_fails_does_not_keep_blocks(p: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    p.sender.credit("D", [0])
+    p.sender.open(seq(1), "D", 1, [1], 16, 0)
+    p.sender.push(seq(1), 1)
+
+    def drop_and_break(seq_id: SeqId, reason: str) -> None:
+        p.sender.drop(seq_id)
+        raise RuntimeError("callback")
+
+    monkeypatch.setattr(p.sender, "_on_failed", drop_and_break)
+    with pytest.raises(RuntimeError, match="callback"):
+        p.sender.ended(SendFailed(1, "gone"))
+    assert p.released == [seq(1)]
+
+
+def test_coverage() -> None:
+    coverage = Coverage(3, 5)
+    assert coverage.missing() == ((3, 8),)
+    assert coverage.prefix == 3
+    assert not any(coverage.fits(*wrong) for wrong in ((2, 2), (7, 2), (3, 0), (3, -1), (2**62, 1)))
+    coverage.cover(coverage.lacking(5, 2))
+    coverage.cover(coverage.lacking(4, 3))
+    assert (coverage.num_covered, coverage.prefix, coverage.missing()) == (3, 3, ((3, 4), (7, 8)))
+    coverage.cover([3, 7])
+    assert coverage.is_complete
+    assert coverage.prefix == 8
+    assert Coverage(3, 0).is_complete
+
+
+def test_ranges() -> None:
+    assert runs([7, 8, 9, 3]) == [(7, 10), (3, 4)]
+    assert adjacent([0, 1, 3, 4], [7, 8, 9, 1, 2]) == [(0, 2), (3, 5)]
+    assert adjacent([0, 1], [8, 7]) == [(0, 1), (1, 2)]
+    assert union([(5, 6), (1, 3), (2, 4), (4, 5)]) == [(1, 6)]
 
 
 class Decode:
@@ -307,7 +351,7 @@ def test_revoked_while_it_was_verified(d: Decode, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def thread() -> Iterator[tuple[TransferThread, Prefill]]:
     prefill = Prefill()
-    thread = TransferThread(prefill.wire, sender=prefill.sender)
+    thread = TransferThread(prefill.wire, sender=prefill.sender, on_peer_lost=lambda *lost: prefill.lost.append(lost))
     thread.start()
     yield thread, prefill
     assert thread.close(WAIT_S)
@@ -347,6 +391,13 @@ def test_a_sequence_that_cannot_be_sent_fails_alone(p: Prefill, monkeypatch: pyt
     assert p.sent() == [(2, 0, 1)]
     p.sender.drop(seq(1))
     assert p.released == [seq(1)]
+
+
+def test_path_that_cannot_be_opened_is_a_lost_peer(thread: tuple[TransferThread, Prefill]) -> None:
+    driver, prefill = thread
+    driver.connect_peer("E", {})
+    driver.run(lambda: None)
+    assert prefill.lost == [("E", "peer E has ring slots of None bytes, a block has 64")]
 
 
 def test_close_without_start_and_run_without_thread() -> None:

@@ -237,6 +237,10 @@ def test_stranger_that_says_nothing_is_closed(abused: World) -> None:
 
 
 def test_second_path_of_one_peer_is_refused(abused: World) -> None:
+    abused.open(seq(1), [1], [1])
+    abused.push(seq(1), 1)
+    abused.complete(seq(1))
+    abused.drop(seq(1))
     with abused.raw() as sock:
         sock.sendall(preface(key(abused), "P"))
         assert sock.recv(1) == b""

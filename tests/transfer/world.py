@@ -153,7 +153,7 @@ class World:
         return TcpTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
 
     def join(self) -> None:
-        self.p_thread.run(self.sender.connect_peer, "D", self.faults.offer())
+        self.p_thread.connect_peer("D", self.faults.offer())
         self.slots = self.receiver.peer_joined("P")
         self.p_thread.call(self.sender.credit, "D", self.slots)
 
