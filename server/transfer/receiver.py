@@ -25,6 +25,7 @@ from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Range
 from server.transfer.checksum import Checksum
+from server.transfer.coverage import Coverage, adjacent
 from server.transfer.ring import LandingRing
 
 PATIENCE_S = 1.0  # after token 0 with no new chunk; doubles each time
@@ -47,15 +48,11 @@ class ReceiveStats:
 
 @dataclass(slots=True, eq=False)
 class _Receive:
-    """`covered[i]` tells whether block `first + i` of the table is verified and copied."""
-
     id: SeqId
     peer: str
     generation: int
     table: list[int]
-    first: int
-    covered: bytearray
-    num_covered: int = 0
+    coverage: Coverage  # verified and copied
     token0_at: float | None = None
     covered_at_token0: int = 0
     news_at: float = 0.0  # the last block covered, or the last time it was asked for
@@ -66,23 +63,24 @@ class _Receive:
     chunks: int = 0
     resends: int = 0
 
-    @property
-    def is_complete(self) -> bool:
-        return self.num_covered == len(self.covered)
+    def is_late(self, now: float) -> bool:
+        if self.token0_at is None or self.coverage.is_complete:
+            return False
+        return now - self.news_at >= PATIENCE_S * (1 << self.asks)
 
-    @property
-    def verified_prefix(self) -> int:
-        gap = self.covered.find(0)
-        return self.first + (len(self.covered) if gap < 0 else gap)
-
-    def missing(self) -> tuple[Range, ...]:
-        return _gaps(self.covered, self.first)
-
-    def has(self, position: int) -> bool:
-        return bool(self.covered[position - self.first])
-
-    def fits(self, tag: ChunkTag) -> bool:
-        return self.first <= tag.first_block and tag.first_block + tag.num_blocks <= self.first + len(self.covered)
+    def stats(self, now: float, block_bytes: int) -> ReceiveStats:
+        num = self.coverage.num_blocks
+        early = num if self.token0_at is None else self.covered_at_token0
+        return ReceiveStats(
+            first_chunk=now if self.first_chunk is None else self.first_chunk,
+            kv_ready=now,
+            transfer=0.0 if self.arrived_at is None else now - self.arrived_at,
+            kv_bytes=num * block_bytes,
+            wire_bytes=self.wire_bytes,
+            chunks=self.chunks,
+            resends=self.resends,
+            overlap=early / num if num else 1.0,
+        )
 
 
 class Receiver:
@@ -122,14 +120,16 @@ class Receiver:
         return bool(self._receives)
 
     def peer_joined(self, peer: str) -> tuple[int, ...]:
-        """Its slots, for the first SlotCredit. Raises TransferError when the ring has no share left."""
+        """Its slots, for the first SlotCredit. Raises TransferError when the ring has no share left. Safe anywhere; on
+        the transfer thread (`call`) it comes after an earlier `TransferThread.peer_gone` of the same peer."""
         return self._ring.assign(peer)
 
     def open(self, id: SeqId, peer: str, generation: int, table: list[int], first_block: int, num_blocks: int) -> None:
         """Chunks of `peer` for [first_block, first_block + num_blocks) of `table` are welcome from now on. An id that
         is open already starts anew under this generation. With nothing to come it completes at the next tick."""
-        wanted = _Receive(id, peer, generation, list(table), first_block, bytearray(num_blocks))
-        assert first_block + num_blocks <= len(table)
+        wanted = _Receive(id, peer, generation, list(table), Coverage(first_block, num_blocks))
+        assert 0 <= first_block <= first_block + num_blocks <= len(table)
+        assert all(0 <= block < len(self._blocks) for block in table)
         with self._lock:
             self._receives[id] = wanted
             if not num_blocks:
@@ -143,14 +143,14 @@ class Receiver:
             wanted = self._receives.get(id)
             if wanted is not None and wanted.token0_at is None:
                 wanted.token0_at = wanted.news_at = self._clock()
-                wanted.covered_at_token0 = wanted.num_covered
+                wanted.covered_at_token0 = wanted.coverage.num_covered
 
     def revoke(self, id: SeqId) -> int:
         """Ends it: no copy into its blocks is running now or will start. The number of leading blocks of its table
         that are verified, resident ones included; 0 when it is not open."""
         with self._lock:
             wanted = self._receives.pop(id, None)
-            return 0 if wanted is None else wanted.verified_prefix
+            return 0 if wanted is None else wanted.coverage.prefix
 
     # Transfer thread
 
@@ -174,7 +174,7 @@ class Receiver:
             wanted = self._receives.pop(id, None)
         if wanted is not None:
             self.counters["failed"] += 1
-            self._on_failed(id, wanted.verified_prefix)
+            self._on_failed(id, wanted.coverage.prefix)
 
     def arrived(self, event: Arrived) -> None:
         """Takes a chunk out of its slot and credits the slot, whatever the chunk is worth."""
@@ -187,7 +187,7 @@ class Receiver:
         finally:
             if self._ring.credit(peer, tag.slot):
                 self._on_credit(peer, (tag.slot,))
-        if wanted is not None and wanted.is_complete:
+        if wanted is not None and wanted.coverage.is_complete:
             self._complete(wanted)
 
     def tick(self, now: float) -> None:
@@ -197,11 +197,11 @@ class Receiver:
             late: list[_Receive] = []
             if now >= self._scan_at:
                 self._scan_at = now + PATIENCE_S / 20
-                late = [r for r in self._receives.values() if _is_late(r, now)]
+                late = [r for r in self._receives.values() if r.is_late(now)]
         for wanted in empty:
             self._complete(wanted)
         for wanted in late:
-            self._ask(wanted, wanted.missing())
+            self._ask(wanted, wanted.coverage.missing())
 
     def _take(self, peer: str, tag: ChunkTag) -> _Receive | None:
         """Verifies outside the lock, copies under it."""
@@ -227,14 +227,17 @@ class Receiver:
             reason = "dropped_unknown"
         elif tag.num_blocks == 0:
             reason = "lost"  # nothing but the slot came; the timer asks for the blocks
-        elif tag.num_blocks < 0 or not wanted.fits(tag) or tag.num_bytes != tag.num_blocks * self._ring.block_bytes:
+        elif not wanted.coverage.fits(tag.first_block, tag.num_blocks) or not self._is_whole(tag):
             reason = "dropped_range"
-        elif 0 not in wanted.covered[tag.first_block - wanted.first :][: tag.num_blocks]:
+        elif not wanted.coverage.lacking(tag.first_block, tag.num_blocks):
             reason = "duplicate"
         else:
             return wanted
         self.counters[reason] += 1
         return None
+
+    def _is_whole(self, tag: ChunkTag) -> bool:
+        return tag.num_bytes == tag.num_blocks * self._ring.block_bytes
 
     def _is_intact(self, wanted: _Receive, tag: ChunkTag) -> bool:
         if self._checksum is None or self._checksum([self._ring.data[tag.slot, : tag.num_bytes]]) == tag.checksum:
@@ -246,14 +249,12 @@ class Receiver:
     def _copy(self, wanted: _Receive, tag: ChunkTag) -> None:
         """Only blocks that lack it: what is covered may be in use already."""
         source = self._ring.data[tag.slot].view(-1, self._ring.block_bytes)
-        lacking = [p for p in range(tag.first_block, tag.first_block + tag.num_blocks) if not wanted.has(p)]
-        for first, stop in _adjacent(lacking, wanted.table):
+        lacking = wanted.coverage.lacking(tag.first_block, tag.num_blocks)
+        for first, stop in adjacent(lacking, wanted.table):
             target = wanted.table[first]
             offset = first - tag.first_block
             self._blocks[target : target + stop - first].copy_(source[offset : offset + stop - first])
-        for position in lacking:
-            wanted.covered[position - wanted.first] = 1
-        wanted.num_covered += len(lacking)
+        wanted.coverage.cover(lacking)
         if self._blocks.is_cuda:
             torch.cuda.current_stream(self._blocks.device).synchronize()  # the slot is credited next
         now = self._clock()
@@ -268,22 +269,7 @@ class Receiver:
             if self._receives.get(wanted.id) is not wanted:
                 return
             del self._receives[wanted.id]
-        now = self._clock()
-        num = len(wanted.covered)
-        early = num if wanted.token0_at is None else wanted.covered_at_token0
-        self._on_complete(
-            wanted.id,
-            ReceiveStats(
-                first_chunk=now if wanted.first_chunk is None else wanted.first_chunk,
-                kv_ready=now,
-                transfer=0.0 if wanted.arrived_at is None else now - wanted.arrived_at,
-                kv_bytes=num * self._ring.block_bytes,
-                wire_bytes=wanted.wire_bytes,
-                chunks=wanted.chunks,
-                resends=wanted.resends,
-                overlap=early / num if num else 1.0,
-            ),
-        )
+        self._on_complete(wanted.id, wanted.stats(self._clock(), self._ring.block_bytes))
 
     def _ask(self, wanted: _Receive, ranges: tuple[Range, ...]) -> None:
         with self._lock:
@@ -297,31 +283,3 @@ class Receiver:
         wanted.resends += len(ranges)
         self.counters["resends"] += len(ranges)
         self._on_missing(wanted.id, ranges)
-
-
-def _is_late(wanted: _Receive, now: float) -> bool:
-    if wanted.token0_at is None or wanted.is_complete:
-        return False
-    return now - wanted.news_at >= PATIENCE_S * (1 << wanted.asks)
-
-
-def _adjacent(positions: list[int], table: list[int]) -> list[Range]:
-    """Ranges of positions whose blocks lie side by side: one copy each."""
-    ranges: list[Range] = []
-    for p in positions:
-        if ranges and ranges[-1][1] == p and table[p] == table[p - 1] + 1:
-            ranges[-1] = (ranges[-1][0], p + 1)
-        else:
-            ranges.append((p, p + 1))
-    return ranges
-
-
-def _gaps(covered: bytearray, first: int) -> tuple[Range, ...]:
-    ranges: list[Range] = []
-    start = covered.find(0)
-    while start >= 0:
-        stop = covered.find(1, start)
-        stop = len(covered) if stop < 0 else stop
-        ranges.append((first + start, first + stop))
-        start = covered.find(0, stop)
-    return tuple(ranges)

@@ -24,6 +24,7 @@ from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Offer, Range, SendFailed, Sent
 from server.transfer.checksum import Checksum
+from server.transfer.coverage import runs, union
 
 
 @dataclass(slots=True, eq=False)
@@ -130,10 +131,9 @@ class Sender:
 
     def open(self, id: SeqId, peer: str, generation: int, table: list[int], num_tokens: int, first_block: int) -> None:
         """Blocks [first_block, ceil(num_tokens / block_size)) of `table` will be pushed to `peer`. For an id that is
-        open already this is a new grant: what the old one had in flight is still waited for before `on_released`."""
+        open already this is a new grant: what the old one had in flight is still waited for before `on_released`. What
+        cannot be done comes as `on_failed`."""
         num_blocks = -(-num_tokens // self._block_size)
-        if not 0 <= first_block <= num_blocks <= len(table):
-            raise TransferError(f"{id}: blocks [{first_block}, {num_blocks}) of a table of {len(table)}")
         push = _Push(id, peer, generation, table[:num_blocks], first_block, first_block, first_block)
         old = self._pushes.get(id)
         if old is not None:
@@ -146,6 +146,10 @@ class Sender:
         self._pushes[id] = push
         if peer not in self._peers:
             self.fail(id, f"no path to peer {peer}")
+        elif not 0 <= first_block <= num_blocks <= len(table):
+            self.fail(id, f"blocks [{first_block}, {num_blocks}) of a table of {len(table)}")
+        elif table and not 0 <= min(table) <= max(table) < len(self._blocks):
+            self.fail(id, f"block {max(table)} or {min(table)} of {len(self._blocks)}")  # a slice would be cut short
 
     def push(self, id: SeqId, stop_block: int) -> None:
         """The KV of blocks [.., stop_block) is computed and stays as it is; the last, partial one counts as a block."""
@@ -164,7 +168,7 @@ class Sender:
             self.counters["unexpected"] += 1
             return
         clipped = ((max(first, push.first), min(stop, push.sent)) for first, stop in ranges)
-        push.again = _union([*push.again, *(r for r in clipped if r[0] < r[1])])
+        push.again = union([*push.again, *(r for r in clipped if r[0] < r[1])])
         self._enter(push)
         self.pump()
 
@@ -192,9 +196,13 @@ class Sender:
         push, peer = self._posts.pop(event.handle)
         push.num_posts -= 1
         peer.num_posts -= 1
-        if isinstance(event, SendFailed) and self._peers.get(push.peer) is peer:  # not for an earlier grant elsewhere
-            self.fail(push.id, event.reason)
-        self._release_if_idle(push)
+        try:
+            if (
+                isinstance(event, SendFailed) and self._peers.get(push.peer) is peer
+            ):  # not for an earlier grant elsewhere
+                self.fail(push.id, event.reason)
+        finally:
+            self._release_if_idle(push)  # whatever a callback does
 
     def pump(self) -> None:
         """Posts what credit and in-flight room allow, one chunk a sequence in turn."""
@@ -241,24 +249,3 @@ class Sender:
         if push.is_dropped and not push.num_posts and self._pushes.get(push.id) is push:
             del self._pushes[push.id]
             self._on_released(push.id)
-
-
-def runs(ids: list[int]) -> list[Range]:
-    """[7, 8, 9, 3] -> [(7, 10), (3, 4)]."""
-    found: list[Range] = []
-    for block in ids:
-        if found and found[-1][1] == block:
-            found[-1] = (found[-1][0], block + 1)
-        else:
-            found.append((block, block + 1))
-    return found
-
-
-def _union(ranges: list[Range]) -> list[Range]:
-    merged: list[Range] = []
-    for first, stop in sorted(ranges):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((first, stop))
-    return merged

@@ -19,7 +19,7 @@ from server.errors import StartError, TransferError
 from server.messages import ChunkTag
 from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed, Sent
 from server.transfer.ring import LandingRing
-from server.transfer.tcp_path import Incoming, Outgoing, frame_header
+from server.transfer.tcp_path import Incoming, Outgoing, frame_header, tune
 
 _PREFACE_TIMEOUT_S = 5.0
 _MAX_STRANGERS = 64  # connections that have not shown the key yet
@@ -73,7 +73,7 @@ class TcpTransport:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as e:
             raise StartError(f"transfer: cannot listen on {host}:{port}: {e.strerror or e}") from e
-        self._listener.setblocking(False)
+        tune(self._listener)
         self._selector.register(self._listener, selectors.EVENT_READ)
         address = self._listener.getsockname()
         self._offer |= {

@@ -42,6 +42,7 @@ def preface(key: str, instance: str) -> bytes:
 
 
 def tune(sock: socket.socket) -> None:
+    """Also of a listener: what it has when a connection begins decides how far the window can grow."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -59,7 +60,11 @@ class Outgoing:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         tune(self.sock)
-        code = self.sock.connect_ex(address)
+        try:
+            code = self.sock.connect_ex(address)
+        except OSError as e:  # a name that does not resolve
+            self.sock.close()
+            raise TransferError(f"cannot connect to {address[0]}:{address[1]}: {e.strerror or e}") from e
         if code not in (0, errno.EINPROGRESS):
             self.sock.close()
             raise TransferError(f"cannot connect to {address[0]}:{address[1]}: {os.strerror(code)}")
@@ -99,6 +104,8 @@ class Outgoing:
 
     def check_read(self) -> None:
         """Readable: the other end closed, or broke the rule that it never sends. Raises TransferError either way."""
+        if not self._is_connected and not self._finish_connect():
+            return
         try:
             data = self.sock.recv(1)
         except BlockingIOError:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from server.errors import TransferError
-from server.transfer.base import Arrived, Event, KVTransport, PeerGone, SendFailed, Sent
+from server.transfer.base import Arrived, Event, KVTransport, Offer, PeerGone, SendFailed, Sent
 from server.transfer.receiver import Receiver
 from server.transfer.sender import Sender
 
@@ -79,6 +79,10 @@ class TransferThread:
             return result.result(timeout_s)
         except TimeoutError as e:
             raise TransferError(f"the transfer thread did not answer within {timeout_s:g} s") from e
+
+    def connect_peer(self, peer: str, offer: Offer) -> None:
+        """The prefill side's path to `peer`. That it cannot be opened comes as `on_peer_lost`, now or later."""
+        self.call(self._connect, peer, offer)
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """The control connection to `peer` ended: its path is closed, its sequences fail, its slots come back."""
@@ -144,6 +148,13 @@ class TransferThread:
                     self._on_peer_lost(peer, reason)
             case _:
                 log.warning("transfer thread: nobody here for %s", type(event).__name__)
+
+    def _connect(self, peer: str, offer: Offer) -> None:
+        assert self._sender is not None
+        try:
+            self._sender.connect_peer(peer, offer)
+        except TransferError as e:
+            self._on_peer_lost(peer, e.message)
 
     def _disconnect(self, peer: str, reason: str) -> None:
         """Forgets the peer first, so that its end is not reported as a loss, and takes the last events at once, so that

@@ -79,8 +79,8 @@ def random_pool(seed: int, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOC
 
 
 class World:
-    """`kind` is local or tcp. Messages between P and D workers (credit, grant with missing) go straight across, as their
-    control connection would carry them."""
+    """`kind` is local or tcp. Messages between P and D workers (credit, grant with missing) go straight across, as
+    their control connection would carry them."""
 
     def __init__(
         self,
@@ -114,16 +114,16 @@ class World:
             chunk_tokens=chunk_blocks * BLOCK_SIZE,
             max_inflight=max_inflight,
             checksum=checksum,
-            on_released=lambda id: self.p.put("released", id),
-            on_failed=lambda id, reason: self.p.put("failed", id, reason),
+            on_released=lambda seq_id: self.p.put("released", seq_id),
+            on_failed=lambda seq_id, reason: self.p.put("failed", seq_id, reason),
         )
         self.receiver = Receiver(
             self.ring,
             self.pool,
             checksum=checksum,
-            on_complete=lambda id, stats: self.d.put("complete", id, stats),
+            on_complete=lambda seq_id, stats: self.d.put("complete", seq_id, stats),
             on_missing=self._missing,
-            on_failed=lambda id, prefix: self.d.put("failed", id, prefix),
+            on_failed=lambda seq_id, prefix: self.d.put("failed", seq_id, prefix),
             on_credit=self._credit,
             clock=self.clock,
             wake=self.faults.wake,
@@ -153,7 +153,7 @@ class World:
         return TcpTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
 
     def join(self) -> None:
-        self.p_thread.run(self.sender.connect_peer, "D", self.faults.offer())
+        self.p_thread.connect_peer("D", self.faults.offer())
         self.slots = self.receiver.peer_joined("P")
         self.p_thread.call(self.sender.credit, "D", self.slots)
 
@@ -204,10 +204,26 @@ class World:
     def same(self, source: list[int], target: list[int]) -> bool:
         return torch.equal(self.source[source], self.pool[target])
 
+    def freeze(self) -> threading.Event:
+        """D's thread stands still until the event is set."""
+        entered, thaw = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            entered.set()
+            thaw.wait(WAIT_S)
+
+        self.d_thread.call(stand_still)
+        assert entered.wait(WAIT_S)
+        return thaw
+
     def raw(self) -> socket.socket:
         """A plain connection to D's listener, for what no well-behaved peer sends."""
         offer = self.faults.offer()
         return socket.create_connection((str(offer["kv_host"]), int(str(offer["kv_port"]))), timeout=WAIT_S)
+
+    def is_quiet(self) -> bool:
+        """P has every credit: whatever it posted was taken out at D."""
+        return self.p_thread.run(lambda: len(self.sender._peers["D"].credits)) == len(self.slots)
 
     def check(self) -> None:
         """Nothing leaked: every slot is free or credited, all credits are back with P, nothing is open."""
