@@ -1,1 +1,1 @@
-"""The serving side of pdctl: router, prefill and decode processes. Imports nothing from `pdctl`."""
+"""The server side of pdctl: the router, the workers and what they are made of."""

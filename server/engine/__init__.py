@@ -1,0 +1,1 @@
+"""One engine for every role: blocks, scheduler, attention, model runner, sampler."""

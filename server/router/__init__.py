@@ -1,0 +1,1 @@
+"""The only room that knows text: HTTP in, token ids out to the workers."""

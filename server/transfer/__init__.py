@@ -1,0 +1,1 @@
+"""Moving KV cache from a prefill worker to a decode worker."""

@@ -1,0 +1,1 @@
+"""Load, latency percentiles and goodput, measured against a running stack."""

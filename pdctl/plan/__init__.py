@@ -1,0 +1,1 @@
+"""What a stack would do before it is started: pool ratios from a simulated load."""
