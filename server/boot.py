@@ -1,4 +1,4 @@
-"""What a process is given at its start: one JSON file that the supervisor writes, `python -P -m server.x --config FILE`.
+"""What a process is given at its start: one JSON file that the supervisor writes, `python -P -m server.x --config F`.
 
 1. The supervisor resolves the profile, picks addresses and writes one Boot a process (`Boot.save`).
 2. The process reads it (`Boot.load`) and decides nothing of this for itself.
@@ -62,8 +62,8 @@ class Status:
     def ready(self, detail: dict[str, Any]) -> None:
         self._write({"ready": True, "detail": detail})
 
-    def error(self, message: str, help: str = "") -> None:
-        self._write({"error": " ".join(message.split()), "help": help})
+    def error(self, message: str, advice: str = "") -> None:
+        self._write({"error": " ".join(message.split()), "help": advice})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._fd is None:

@@ -32,8 +32,8 @@ class RouterMetrics:
         self.wire_bytes = Counter("pdctl_wire_bytes", "Bytes on the wire for them", registry=reg)
         self.resends = Counter("pdctl_resends", "Chunks asked for again", registry=reg)
         self.stages = {
-            name: Histogram(f"pdctl_{name}_seconds", help, buckets=buckets, registry=reg)
-            for name, help, buckets in (
+            name: Histogram(f"pdctl_{name}_seconds", doc, buckets=buckets, registry=reg)
+            for name, doc, buckets in (
                 ("ttft", "Request received to first token", _SECONDS),
                 ("second_token", "First token to second, the hand-over gap", _TOKEN_SECONDS),
                 ("tpot", "(last - first) / (n - 1)", _TOKEN_SECONDS),
@@ -60,9 +60,9 @@ class _Samples(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         families: dict[str, GaugeMetricFamily] = {}
-        for name, help, labels, value in self._samples():
+        for name, doc, labels, value in self._samples():
             family = families.get(name)
             if family is None:
-                family = families[name] = GaugeMetricFamily(name, help, labels=list(labels))
+                family = families[name] = GaugeMetricFamily(name, doc, labels=list(labels))
             family.add_metric(list(labels.values()), value)
         return families.values()

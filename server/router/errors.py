@@ -21,14 +21,14 @@ class ApiError(PdctlError):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
+        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.type = type
+        self.kind = kind
         self.param = param
         self.error_code = code
         self.retry_after_s = retry_after_s
@@ -40,7 +40,7 @@ class ApiError(PdctlError):
     @property
     def body(self) -> dict[str, Any]:
         message = self.message if len(self.message) <= MAX_MESSAGE else self.message[: MAX_MESSAGE - 3] + "..."
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.error_code}}
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.error_code}}
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -59,12 +59,12 @@ def context_too_long(limit: int, prompt: int, param: str, at_least: bool = False
 
 def overloaded(waiting: int, retry_after_s: int) -> ApiError:
     message = f"{waiting} requests already wait for their first token; try again in {retry_after_s} s"
-    return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
-    return ApiError(503, message, type="service_unavailable_error", code=code, retry_after_s=retry_after_s)
+    return ApiError(503, message, kind="service_unavailable_error", code=code, retry_after_s=retry_after_s)
 
 
 def timed_out(seconds: float) -> ApiError:
-    return ApiError(504, f"the request took longer than {seconds:g} s", type="timeout_error", code="request_timeout")
+    return ApiError(504, f"the request took longer than {seconds:g} s", kind="timeout_error", code="request_timeout")
