@@ -168,10 +168,12 @@ class Dispatcher:
         self.threshold = AUTO_THRESHOLD if threshold == "auto" else threshold
         self.waiting = 0
         self.running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._proven: dict[str, tuple[str, str]] = {}
         self._turn = itertools.count()
         self._number = itertools.count(1)
-        self._first_tokens: deque[float] = deque()
+        self._first_tokens: deque[float] = deque(maxlen=10_000)
         pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
         self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
 
@@ -210,8 +212,7 @@ class Dispatcher:
         return [
             worker
             for worker in self.workers.with_role("decode")
-            if worker.is_connected
-            and any(n.endswith(f">{worker.name}") and i[1] == worker.instance for n, i in proven)
+            if worker.is_connected and any(n.endswith(f">{worker.name}") and i[1] == worker.instance for n, i in proven)
         ]
 
     def open(
@@ -229,13 +230,30 @@ class Dispatcher:
 
     # the queue
 
+    @property
+    def in_flight(self) -> int:
+        return self.waiting + self.running
+
     def admit(self) -> None:
-        """Raises ApiError 429 when as many requests as `queue_high` wait for their first token."""
+        """One more request waits for its first token. Raises ApiError 429 when `queue_high` of them do already."""
         if self.waiting >= self.queue_high:
             raise overloaded(self.waiting, self._retry_after_s())
+        self.waiting += 1
+        self.idle.clear()
 
     def note_first_token(self) -> None:
+        self.waiting -= 1
+        self.running += 1
         self._first_tokens.append(time.monotonic())
+
+    def leave(self, *, has_first: bool) -> None:
+        """The request that `admit` let in is over."""
+        if has_first:
+            self.running -= 1
+        else:
+            self.waiting -= 1
+        if not self.in_flight:
+            self.idle.set()
 
     def _retry_after_s(self) -> int:
         """How long the queue takes to drain at the recent rate."""

@@ -1,11 +1,11 @@
 """Errors as a client sees them: `{"error": {message, type, param, code}}`, an HTTP status before the first token.
 
-    ApiError
-    +- bad_request(param)      400: the client can mend it; `param` names the field
-    +- context_too_long        400 context_length_exceeded
-    +- overloaded              429 with Retry-After
-    +- unavailable             503 with Retry-After: starting, draining, no worker, a worker lost
-    +- timed_out               504
+ApiError
++- bad_request(param)      400: the client can mend it; `param` names the field
++- context_too_long        400 context_length_exceeded
++- overloaded              429 with Retry-After
++- unavailable             503 with Retry-After: starting, draining, no worker, a worker lost
++- timed_out               504
 """
 
 from typing import Any

@@ -229,8 +229,8 @@ def check_common(request: Request, vocab_size: int) -> None:
     if r.seed is not None and not -_INT64 <= r.seed < _INT64:  # floats are too coarse for the very edge
         raise bad_request("seed", "seed: must fit into 64 bits")
     _check_stops(r)
-    _check_ids("stop_token_ids", r.stop_token_ids or [], vocab_size)
-    _check_ids("allowed_token_ids", r.allowed_token_ids or [], vocab_size)
+    check_ids("stop_token_ids", r.stop_token_ids or [], vocab_size)
+    check_ids("allowed_token_ids", r.allowed_token_ids or [], vocab_size)
     if r.allowed_token_ids == []:
         raise bad_request("allowed_token_ids", "allowed_token_ids: must not be empty")
     _bias(r.logit_bias, vocab_size)
@@ -251,14 +251,17 @@ def _check_stops(r: Request) -> None:
             raise bad_request("stop", f"stop: each string must have 1 to {MAX_STOP_CHARS} characters")
 
 
-def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         raise bad_request(name, f"{name}: token ids must be in [0, {vocab_size - 1}]")
 
 
-def check_prompt_ids(prompts: list[list[int]], vocab_size: int) -> None:
+def check_prompts(prompts: list[str] | list[list[int]], n: int, vocab_size: int) -> None:
+    if len(prompts) * n > MAX_CHOICES:
+        raise bad_request("prompt", f"prompt: prompts times n must be at most {MAX_CHOICES}")
     for ids in prompts:
-        _check_ids("prompt", ids, vocab_size)
+        if isinstance(ids, list):
+            check_ids("prompt", ids, vocab_size)
 
 
 def _bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:

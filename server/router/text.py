@@ -62,6 +62,9 @@ class Text:
             found.update(value if isinstance(value, list) else [] if value is None else [value])
         return frozenset(found)
 
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     # in
 
     async def encode(self, text: str, param: str, *, special: bool = True, limit: int | None = None) -> list[int]:
@@ -117,6 +120,10 @@ class Text:
             return bytes(_BYTE_OF[char] for char in name if char in _BYTE_OF)
         byte = _BYTE.fullmatch(name)
         return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
+
+    def names(self, ids: Seq[int]) -> list[str]:
+        """The vocabulary's own spelling of tokens."""
+        return [self.tokenizer.id_to_token(token_id) or "" for token_id in ids]
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._added and bool(self._added[token_id].special)

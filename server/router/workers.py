@@ -78,6 +78,7 @@ class Worker:
         self.open: dict[SeqId, Inbox] = {}
         self.prompt_tokens = 0  # of open sequences that this worker is to read
         self.unexpected = 0
+        self.pid: int | None = None  # if its card tells
 
     @property
     def is_connected(self) -> bool:
@@ -141,6 +142,8 @@ class Worker:
     def _opened(self, channel: Channel) -> None:
         self._channel = channel
         self.instance = channel.peer.instance
+        pid = channel.card.offer.get("pid") if channel.card else None
+        self.pid = pid if isinstance(pid, int) else None
         self.load = self.heartbeat = None
         self.heartbeat_at = time.monotonic()
         self._set("connected")
