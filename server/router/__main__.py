@@ -15,9 +15,11 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Self
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from server import logs
 from server.boot import Boot, Status
@@ -31,6 +33,23 @@ BACKLOG = 2048
 
 class HttpServer(uvicorn.Server):
     """uvicorn without its own ideas about signals: draining comes before it stops accepting."""
+
+    @classmethod
+    def of(cls, app: ASGIApp) -> Self:
+        return cls(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=1,
+            )
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,19 +76,7 @@ async def serve(boot: Boot, status: Status, shutdown: Shutdown) -> None:
     """Raises StartError."""
     listener = open_listener(boot)
     stack = Stack.create(boot, status)
-    config = uvicorn.Config(
-        stack.app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        log_level="warning",
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=1,
-    )
-    server = HttpServer(config)
+    server = HttpServer.of(stack.app)
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stack.start()
     ready = asyncio.create_task(_announce(stack, boot, status), name="ready")

@@ -46,7 +46,7 @@ class Stack:
         """Needs a running loop. Raises StartError."""
         config = boot.config
         status.stage("loading the tokenizer", 0.0)
-        text = text or Text(boot.model_dir, config.model.max_len)
+        text = text or Text(boot.model_dir, config.model.max_len)  # given: a test's, loaded once
         secret = boot.read_secret()
         card = Card(text_facts(boot.model_dir, config.model.path))
         roles = {spec.name: spec.role for spec in config.workers}
@@ -84,7 +84,6 @@ class Stack:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
         await self.workers.stop()
-        self.text.close()
 
 
 def _keys(path: str | None) -> list[bytes]:

@@ -62,9 +62,6 @@ class Text:
             found.update(value if isinstance(value, list) else [] if value is None else [value])
         return frozenset(found)
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     # in
 
     async def encode(self, text: str, param: str, *, special: bool = True, limit: int | None = None) -> list[int]:
