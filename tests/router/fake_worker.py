@@ -2,7 +2,7 @@
 
 1. `reply` gives the output ids for a prompt; the fake cuts them at max_tokens and at stop ids, as an engine would.
 2. It answers at once, or, `stepwise`, one token for each permit that a test gives with `step`.
-3. Everything it hears is in `received`; `saw` waits for a kind of message, so that tests never sleep.
+3. What it hears is in `received`, but for probes and heartbeats; `saw` waits for a kind of message, so that tests never sleep.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class FakeWorker:
             self._permits.release()
 
     async def saw(self, kind: type[M], count: int = 1) -> list[M]:
-        """The first `count` messages of `kind`, once they are here. Probes are not counted."""
+        """Messages of `kind`, once there are `count`."""
         async with asyncio.timeout(5), self._heard:
             await self._heard.wait_for(lambda: len(self.heard(kind)) >= count)
         return self.heard(kind)
@@ -103,7 +103,7 @@ class FakeWorker:
 
     async def _take(self, channel: Channel, message: AnyMessage) -> None:
         async with self._heard:
-            if not _is_probe(message):
+            if not _is_probe(message) and not isinstance(message, Heartbeat):
                 self.received.append(message)
             self._heard.notify_all()
         if isinstance(message, Prefill | Decode):
