@@ -29,6 +29,9 @@ from server.router.stack import Stack
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+KEEP_ALIVE_S = (
+    75  # longer than clients' pools keep a connection, so that they close first and never write to a dead one
+)
 
 
 class HttpServer(uvicorn.Server):
@@ -47,9 +50,21 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 server_header=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )
+
+    async def end(self, *, now: bool) -> None:
+        """Stops accepting; a last response has a second to be read. `now` cuts what runs: its aborts go out first."""
+        if now:
+            self.config.timeout_graceful_shutdown = 0
+        self.should_exit = True
+        running = list(self.server_state.tasks)
+        if now:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,15 +97,17 @@ async def serve(boot: Boot, status: Status, shutdown: Shutdown) -> None:
     ready = asyncio.create_task(_announce(stack, boot, status), name="ready")
     draining = asyncio.create_task(shutdown.drain.wait())
     try:
-        await asyncio.wait((http, draining), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((http, draining, stack.prober.failed), return_when=asyncio.FIRST_COMPLETED)
+        if stack.prober.failed.done():
+            raise stack.prober.failed.result()
         stack.health.is_draining = True
         await _drained(stack, shutdown, boot.config.supervise.stop_timeout)
     finally:
-        server.should_exit = True
-        server.force_exit = shutdown.force.is_set()
         for task in (ready, draining):
             task.cancel()
-        await asyncio.gather(http, ready, draining, return_exceptions=True)
+        await asyncio.gather(
+            server.end(now=stack.dispatcher.in_flight > 0), http, ready, draining, return_exceptions=True
+        )
         await stack.stop()
 
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.router import openai
+from server.router import checks, openai
 from server.router.errors import ApiError, bad_request
 from server.router.generate import Generator, Job, lengths, new_id
 from server.router.http import (
@@ -85,17 +85,17 @@ class Api:
     async def chat(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.ChatRequest)
         model = self._find(request.model)
-        openai.check_common(request, self._text.vocab_size)
-        openai.check_chat(request)
+        checks.check_common(request, self._text.vocab_size)
+        checks.check_chat(request)
         resume = bool(request.continue_final_message)
-        messages = openai.read_messages(request.messages, resume=resume, generation=request.add_generation_prompt)
+        messages = checks.read_messages(request.messages, resume=resume, generation=request.add_generation_prompt)
 
         async def prepare(job: Job) -> None:
             rendered = await self._text.render_chat(
                 messages,
                 generation=not resume and request.add_generation_prompt is not False,
                 resume=resume,
-                extra=request.chat_template_kwargs or {},
+                extra=checks.read_kwargs(request.chat_template_kwargs),
             )
             job.prompts = [await self._encode(request, rendered, "messages", bool(request.add_special_tokens))]
             job.max_tokens = lengths(job, self._text.max_len, "messages")
@@ -108,10 +108,10 @@ class Api:
     async def completions(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.CompletionRequest)
         model = self._find(request.model)
-        openai.check_common(request, self._text.vocab_size)
-        openai.check_completion(request)
+        checks.check_common(request, self._text.vocab_size)
+        checks.check_completion(request)
         prompts = openai.read_prompts(request.prompt)
-        openai.check_prompts(prompts, request.num_choices, self._text.vocab_size)
+        checks.check_prompts(prompts, request.num_choices, self._text.vocab_size)
 
         async def prepare(job: Job) -> None:
             special = request.add_special_tokens is not False
@@ -183,12 +183,12 @@ class Api:
             raise bad_request("chat_template", "chat_template: this server does not take one from requests")
         if request.messages is not None:
             resume, generation = bool(request.continue_final_message), request.add_generation_prompt
-            messages = openai.read_messages(request.messages, resume=resume, generation=generation)
+            messages = checks.read_messages(request.messages, resume=resume, generation=generation)
             text = await self._text.render_chat(
                 messages,
                 generation=not resume and generation is not False,
                 resume=resume,
-                extra=request.chat_template_kwargs or {},
+                extra=checks.read_kwargs(request.chat_template_kwargs),
             )
             ids = await self._text.encode(text, "messages", special=bool(request.add_special_tokens))
         elif request.prompt is not None:
@@ -205,7 +205,7 @@ class Api:
         self._find(request.model)
         if request.tokens is None:
             raise bad_request("tokens", "tokens: required")
-        openai.check_ids("tokens", request.tokens, self._text.vocab_size)
+        checks.check_ids("tokens", request.tokens, self._text.vocab_size)
         return json_response({"prompt": self._text.decode(request.tokens, skip_special=False)})
 
 

@@ -2,7 +2,8 @@
 
 1. `Prober.run` waits for workers to change, then sends a tiny sequence through each connected route that is not proven.
 2. A probe that fails or takes too long is tried again after a pause; a route through a busy worker waits for it.
-3. The first time all routes are proven the router has started; later, a route through a restarted worker carries
+3. A worker that refuses the handshake before the start is over ends it: another secret or model does not heal.
+4. The first time all routes are proven the router has started; later, a route through a restarted worker carries
    nothing until its own probe came back.
 """
 
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from server.errors import StartError
 from server.router.dispatch import Dispatcher, Route
 from server.router.errors import ApiError
 from server.router.timing import Record
@@ -30,11 +32,13 @@ class Prober:
         self._on_progress = on_progress
         self.detail: dict[str, dict[str, Any]] = {}
         self.started = asyncio.Event()
+        self.failed: asyncio.Future[StartError] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         changed = self._dispatcher.workers.changed
         while True:
             changed.clear()
+            self._look_at_workers()
             await asyncio.gather(*(self._probe(route) for route in self._due()))
             self._note_started()
             try:
@@ -52,6 +56,22 @@ class Prober:
             and not route.worker.is_busy
             and not (route.prefill and route.prefill.is_busy)
         ]
+
+    def _look_at_workers(self) -> None:
+        if self.started.is_set():
+            return
+        workers = self._dispatcher.workers.all.values()
+        connected = [worker for worker in workers if worker.is_connected]
+        busy = next((f": {w.name} is {w.heartbeat.busy}" for w in connected if w.heartbeat and w.is_busy), "")
+        self._report(f"{len(connected)} of {len(workers)} workers connected{busy}")
+        refused = next((worker for worker in workers if worker.state == "refused"), None)
+        if refused is not None and not self.failed.done():
+            self.failed.set_result(StartError(f"{refused.name} refuses the router: {refused.reason}"))
+
+    def _report(self, stage: str) -> None:
+        workers, routes = self._dispatcher.workers.all.values(), self._dispatcher.routes
+        done = sum(worker.is_connected for worker in workers) + sum(map(self._dispatcher.is_proven, routes))
+        self._on_progress(stage, round(done / (len(workers) + len(routes)), 3))
 
     def _note_started(self) -> None:
         routes = self._dispatcher.routes
@@ -80,5 +100,4 @@ class Prober:
             "first_token_ms": round((record.first - began) * 1000, 3),
             "total_ms": round((record.last - began) * 1000, 3),
         }
-        done = sum(self._dispatcher.is_proven(other) for other in self._dispatcher.routes)
-        self._on_progress(f"probed {route.name}", done / len(self._dispatcher.routes))
+        self._report(f"probed {route.name}")

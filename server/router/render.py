@@ -213,7 +213,9 @@ class ChatFormat(Format):
         return {"content": [self._content_logprob(piece) for piece in pieces], "refusal": None}
 
     def _content_logprob(self, piece: Piece) -> dict[str, Any]:
-        top = [self._entry(token_id, logprob) for token_id, logprob in piece.token.top]
+        top = [
+            self._entry(token_id, logprob) for token_id, logprob in piece.token.top[: self._job.request.num_logprobs]
+        ]
         return {**self._entry(piece.token.id, piece.token.logprob), "top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -267,6 +269,8 @@ class CompletionFormat(Format):
         }
 
     def _top(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, float]:
-        """The sampled token's own is always among them."""
-        entries = ((token_id, logprob), *top)
-        return {self._piece(i)[0]: max(value, LOWEST_LOGPROB) for i, value in reversed(entries)}
+        """Most likely first; the sampled token's own is always among them."""
+        out: dict[str, float] = {}
+        for i, value in (*top[: self._job.request.num_logprobs], (token_id, logprob)):
+            out.setdefault(self._piece(i)[0], max(value, LOWEST_LOGPROB))
+        return out

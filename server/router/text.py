@@ -39,7 +39,7 @@ class Text:
         try:
             config = read_config(model_dir)
             self._hf = PreTrainedTokenizerFast.from_pretrained(str(model_dir))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # transformers and tokenizers raise what they like; this is their one door
             raise ModelError(f"no usable tokenizer in {model_dir}: {error}") from error
         self.tokenizer: Tokenizer = self._hf.backend_tokenizer
         self.tokenizer.no_truncation()
@@ -277,6 +277,8 @@ class Decoder:
 
     def _release(self, sent: int) -> list[Piece]:
         """Pieces whose text has begun to go out; the others wait with their text, or are cut with it."""
+        if not self._pieces:
+            return []
         count = sum(1 for piece in self._pieces if piece.offset < sent)
         released, self._pieces = self._pieces[:count], self._pieces[count:]
         return released

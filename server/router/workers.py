@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.errors import HandshakeRefused, PdctlError
-from server.messages import AnyMessage, Card, Done, Heartbeat, Load, SeqToken, Tokens
+from server.messages import AbortAck, AnyMessage, Card, Done, Heartbeat, Load, SeqToken, Tokens
 from server.sequence import SeqId
 from server.wire import Channel, Identity, connect, greet
 
@@ -198,8 +198,10 @@ class Worker:
                 self.heartbeat, self.heartbeat_at = message, time.monotonic()
                 if was_busy != self.is_busy:
                     self._on_change(self)
+            case AbortAck():
+                pass  # the router has forgotten the sequence when it sends Abort
             case _:
-                self.unexpected += 1  # AbortAck lands here too: nothing waits for it
+                self.unexpected += 1
 
 
 class Workers:

@@ -120,6 +120,13 @@ def _dechunk(raw: bytes) -> bytes:
     return out
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """For what announces itself to nobody but the prober: looks each time the loop has turned."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 Start = Callable[..., Awaitable[Cluster]]
 
 

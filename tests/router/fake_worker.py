@@ -2,7 +2,8 @@
 
 1. `reply` gives the output ids for a prompt; the fake cuts them at max_tokens and at stop ids, as an engine would.
 2. It answers at once, or, `stepwise`, one token for each permit that a test gives with `step`.
-3. What it hears is in `received`, but for probes and heartbeats; `saw` waits for a kind of message, so that tests never sleep.
+3. What it hears is in `received`, but for probes and heartbeats; `saw` waits for a kind of message, so that tests
+   never sleep.
 """
 
 import asyncio

@@ -70,6 +70,8 @@ CHAT: list[tuple[str, dict[str, Any]]] = [
     ("max_completion_tokens", {"max_completion_tokens": 0}),
     ("continue_final_message", {"add_generation_prompt": True, "continue_final_message": True}),
     ("chat_template", {"chat_template": "{{ 1 }}"}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": 5}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("tool_choice", {"tool_choice": "auto"}),
 ]

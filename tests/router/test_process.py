@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from server.boot import Boot
+from server.boot import Boot, Status
 from server.card import text_facts
 from server.config import Config
+from server.errors import StartError
 from server.messages import Abort, Prefill
+from server.router.__main__ import Shutdown, serve
 from server.router.text import Text
 from tests.router.conftest import SECRET, Cluster, read_answer
 from tests.router.fake_worker import FakeWorker
@@ -150,6 +152,24 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no usable tokenizer" in lines[-1]["error"]
     assert b"Traceback" not in done.stderr
+
+
+async def test_a_refused_handshake_ends_the_start(smollm2_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(SECRET)
+    config = Config.model_validate({"colocated": {"workers": 1}, "router": {"port": 0}})
+    facts = {**text_facts(smollm2_dir, config.model.path), "tokenizer": "another"}
+    fake = FakeWorker("colocated-0", "colocated", tmp_path, SECRET, facts, lambda prompt: [])
+    await fake.start()
+    boot = Boot(
+        "router", config, str(smollm2_dir), str(tmp_path), str(tmp_path / "secret"), {"colocated-0": fake.address}
+    )
+    status = tmp_path.joinpath("status").open("w")
+    with pytest.raises(StartError, match="colocated-0 refuses the router: .*tokenizer: "):
+        await serve(boot, Status(status.fileno()), Shutdown())
+    status.close()
+    stages = [json.loads(line) for line in (tmp_path / "status").read_text().splitlines()]
+    assert stages[0] == {"stage": "loading the tokenizer", "share": 0.0}
+    await fake.stop()
 
 
 def test_no_torch_in_the_router(smollm2_dir: Path) -> None:

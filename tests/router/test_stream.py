@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from server.messages import Abort
 from tests.router.conftest import HELLO, Start
 
 POOLS: list[dict[str, int]] = [{"prefill": 1, "decode": 1}, {"colocated": 1}]
@@ -137,8 +138,6 @@ async def test_stop_string_cuts_and_aborts(start: Start, stream: bool) -> None:
     assert text == "Hello, world! "
     assert choices[-1]["finish_reason"] == "stop"
     assert choices[-1]["stop_reason"] == "How are"
-    from server.messages import Abort
-
     await cluster.colocated.saw(Abort)
 
 
@@ -233,3 +232,37 @@ async def test_truncation(start: Start) -> None:
     assert cluster.colocated.received[-1].prompt == ids[-5:]  # type: ignore[union-attr]
     await cluster.complete(prompt=ids, truncate_prompt_tokens=5, truncation_side="right")
     assert cluster.colocated.received[-1].prompt == ids[:5]  # type: ignore[union-attr]
+
+
+async def test_continue_final_message_and_echo(start: Start) -> None:
+    cluster = await start(colocated=1)
+    messages = [{"role": "user", "content": "Say A"}, {"role": "assistant", "content": "A is"}]
+    body = {"messages": messages, "continue_final_message": True, "echo": True}
+    whole = (await cluster.chat(**body)).json["choices"][0]["message"]["content"]
+    assert whole == "A is" + HELLO
+    assert cluster.text.decode(cluster.colocated.received[-1].prompt).endswith("A is")  # type: ignore[union-attr]
+    chunks = (await cluster.chat(**body, stream=True)).events
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == whole
+
+
+async def test_any_role_and_null_content_pass(start: Start) -> None:
+    cluster = await start(colocated=1)
+    messages = [{"role": "critic", "content": "boo"}, {"role": "assistant", "content": None}]
+    assert (await cluster.chat(messages=messages)).status == 200
+
+
+async def test_keepalive_comments_only_when_asked(start: Start) -> None:
+    """With keepalive the response begins before the first token, and an error after that is an event."""
+    cluster = await start(colocated=1, router={"keepalive_s": 0.05})
+    cluster.colocated.stepwise = True
+    reader, writer = await cluster.send(
+        "POST", "/v1/completions", {"prompt": "Once", "stream": True, "max_tokens": 100}
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"200 OK" in head
+    await reader.readuntil(b": \n\n")
+    await cluster.colocated.stop()
+    rest = await reader.read()
+    writer.close()
+    assert b"worker_lost" in rest
+    assert rest.count(b"data: [DONE]") == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.messages import Abort, Decode, Prefill
-from tests.router.conftest import HELLO, Cluster, Start
+from tests.router.conftest import HELLO, Cluster, Start, until
 from tests.router.test_errors import check_error
 
 
@@ -146,9 +146,7 @@ async def test_prefill_lost_after_hand_over_is_not_missed(start: Start) -> None:
 
 async def lost(cluster: Cluster, name: str) -> None:
     workers = cluster.stack.workers
-    async with asyncio.timeout(5):
-        while workers.all[name].is_connected:
-            await asyncio.sleep(0)
+    await until(lambda: not workers.all[name].is_connected)
 
 
 async def test_lost_prefill_leaves_decode_serving_alone(start: Start) -> None:
@@ -178,9 +176,7 @@ async def test_restarted_worker_is_proven_again(start: Start) -> None:
     await lost(cluster, "colocated-0")
     cluster.colocated.restart()
     await cluster.colocated.start()
-    async with asyncio.timeout(5):
-        while not dispatcher.can_serve:
-            await asyncio.sleep(0.01)
+    await until(lambda: dispatcher.can_serve)
     assert dispatcher.routes[0].instances != before
     assert (await cluster.chat()).status == 200
 
@@ -201,9 +197,7 @@ async def test_ready_means_every_pair(start: Start) -> None:
 async def test_a_missing_worker_keeps_it_starting(start: Start) -> None:
     cluster = await start(prefill=1, decode=1, wait=False, fakes_up=False)
     await cluster.prefill.start()
-    async with asyncio.timeout(5):
-        while not cluster.stack.workers.all["prefill-0"].is_connected:
-            await asyncio.sleep(0)
+    await until(lambda: cluster.stack.workers.all["prefill-0"].is_connected)
     assert not cluster.stack.prober.started.is_set()
     await cluster.decode.start()
     async with asyncio.timeout(5):
@@ -215,10 +209,9 @@ async def test_refused_handshake_is_told(start: Start) -> None:
     cluster.colocated._secret = b"another"
     await cluster.colocated.start()
     worker = cluster.stack.workers.all["colocated-0"]
-    async with asyncio.timeout(5):
-        while worker.state != "refused":
-            await asyncio.sleep(0)
+    await until(lambda: worker.state == "refused")
     assert "secret" in worker.reason
+    assert "colocated-0 refuses the router" in (await cluster.stack.prober.failed).message
 
 
 @pytest.mark.parametrize(
@@ -266,6 +259,4 @@ async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fake_worker.FakeWorker, "_heartbeats", mute)
     await cluster.colocated.start()
     worker = cluster.stack.workers.all["colocated-0"]
-    async with asyncio.timeout(5):
-        while worker.reason != "fell silent":
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.reason == "fell silent")
