@@ -210,8 +210,8 @@ class PrefillWorker(Worker[PrefillEntry]):
             self.drop(entry, "ended with its first token")
             return
         entry.is_handed_over = True
-        entry.link.send(Tokens((SeqToken(seq.id, 0, step.token),)))
         entry.owner.send(Done(seq.id, "handed_over", seq.num_cached, entry.stages))
+        entry.link.send(Tokens((SeqToken(seq.id, 0, step.token),)))
 
     def after_step(self) -> None:
         self._ask()
