@@ -127,6 +127,7 @@ def test_peer_comes_back_with_new_slots(world: World) -> None:
 
 def test_wrong_key_is_refused(world: World) -> None:
     world.p_thread.peer_gone("D", "start over")
+    world.p_thread.run(lambda: None)
     world.d_thread.peer_gone("P", "start over")
     world.d_thread.run(lambda: None)
     offer = {**world.faults.offer(), "kv_key": "0" * 32}
@@ -237,10 +238,6 @@ def test_stranger_that_says_nothing_is_closed(abused: World) -> None:
 
 
 def test_second_path_of_one_peer_is_refused(abused: World) -> None:
-    abused.open(seq(1), [1], [1])
-    abused.push(seq(1), 1)
-    abused.complete(seq(1))
-    abused.drop(seq(1))
     with abused.raw() as sock:
         sock.sendall(preface(key(abused), "P"))
         assert sock.recv(1) == b""
@@ -254,6 +251,7 @@ def test_nobody_listens(kind: str) -> None:
     world = World(kind)
     offer = world.faults.offer()
     world.p_thread.peer_gone("D", "start over")
+    world.p_thread.run(lambda: None)
     assert world.d_thread.close(WAIT_S)
     world.p_thread.run(world.sender.connect_peer, "D", offer)
     assert world.p.get("lost")[2] == "cannot connect: Connection refused"
