@@ -1,5 +1,6 @@
 """Paths that stall, break or are abused: the sequences of that peer fail, its slots come back, nobody else notices."""
 
+import random
 import socket
 from collections.abc import Iterator
 
@@ -242,6 +243,22 @@ def test_second_path_of_one_peer_is_refused(abused: World) -> None:
         sock.sendall(preface(key(abused), "P"))
         assert sock.recv(1) == b""
     assert abused.d.count("lost") == 0
+
+
+def test_noise_after_the_preface(abused: World) -> None:
+    """Random bytes, and good frames with a few of them changed: whatever they mean, X's path ends or waits, and no more
+    happens. The fixture then shows that P goes on."""
+    rng = random.Random(9)
+    for _ in range(60):
+        slots = abused.d_thread.run(abused.receiver.peer_joined, "X")
+        frame = bytearray(frame_header(tag(slots[0], 100)) + rng.randbytes(100))
+        for _ in range(rng.randint(1, 4)):
+            frame[rng.randrange(len(frame) - 100)] = rng.randrange(256)
+        noise = bytes(frame) if rng.random() < 0.7 else rng.randbytes(rng.randint(1, 3000))
+        with abused.raw() as sock:
+            sock.sendall(preface(key(abused), "X") + noise)
+        assert abused.d.get("lost")[1] == "X"
+        abused.ring.check_integrity()
 
 
 def test_nobody_listens(kind: str) -> None:
