@@ -8,6 +8,8 @@
     |  +- HandshakeRefused     Hello ended with a reason: wrong secret, another model card
     +- PeerLost                a connection ended or fell silent
     +- TransferError           KV did not arrive: timeout, transport failure
+    +- CannotFit               a sequence that could never be held here, however long it waited
+    +- OutOfBlocks             the pool has fewer free blocks than asked for; nothing was taken
 
 Foreign errors are mapped to these at one door each: `wire` for sockets, `model_store` and `model_runner` for
 transformers, `transfer` for transports. A bad peer fails a sequence, never a loop.
@@ -53,3 +55,11 @@ class PeerLost(PdctlError):
 
 class TransferError(PdctlError):
     code = "E_TRANSFER"
+
+
+class CannotFit(PdctlError):
+    code = "E_CANNOT_FIT"
+
+
+class OutOfBlocks(PdctlError):
+    code = "E_OUT_OF_BLOCKS"

@@ -13,13 +13,14 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from server.errors import HandshakeRefused, PeerLost, ProtocolError
+from server.errors import HandshakeRefused, PeerLost, ProtocolError, StartError
 from server.messages import AnyMessage, Card, Hello
 
 MAX_FRAME = 64 * 2**20
@@ -126,8 +127,27 @@ async def connect(address: str, timeout_s: float = 5.0) -> Channel:
         raise PeerLost(f"cannot connect to {address}: {str(error) or 'timed out'}") from error
 
 
-async def serve(address: str, handle: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
-    """Listens on `address`; `handle` runs once a connection and closes it by returning."""
+def bind(address: str) -> socket.socket:
+    """Takes `address` without listening yet: callers are refused at once until `serve`. Raises StartError."""
+    kind, _, rest = address.partition(":")
+    try:
+        if kind == "unix":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(rest)
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(rest)
+        else:
+            host, _, port = rest.rpartition(":")
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
+    return sock
+
+
+async def serve(where: str | socket.socket, handle: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
+    """Listens on an address or a bound socket; `handle` runs once a connection and closes it by returning."""
 
     async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
@@ -136,13 +156,9 @@ async def serve(address: str, handle: Callable[[Channel], Awaitable[None]]) -> a
         finally:
             await channel.close()
 
-    kind, _, rest = address.partition(":")
-    if kind == "unix":
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(rest)
-        return await asyncio.start_unix_server(on_connect, rest)
-    host, _, port = rest.rpartition(":")
-    return await asyncio.start_server(on_connect, host, int(port))
+    sock = bind(where) if isinstance(where, str) else where
+    start = asyncio.start_unix_server if sock.family == socket.AF_UNIX else asyncio.start_server
+    return await start(on_connect, sock=sock)
 
 
 async def greet(channel: Channel, me: Identity, secret: bytes, card: Card, timeout_s: float = 5.0) -> None:

@@ -2,6 +2,12 @@
 
 A transport carries one chunk into one slot of a peer's landing ring and says so on both sides. It knows nothing of
 sequences beyond the tag it carries. All methods but `wake` are called from the one transfer thread.
+
+It is constructed with what it may touch: the landing ring (decode side; it asks the ring before or after each write,
+`LandingRing.begin_write` or `landed`) and, where memory must be registered, the source pool (prefill side).
+
+A failed post ends its path: whether the peer has the chunk is unknown, so its slot is in doubt, and a slot in doubt can
+only be taken back by ending the endpoint. So SendFailed is always followed by that peer's PeerGone.
 """
 
 from dataclasses import dataclass
@@ -21,7 +27,8 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """Terminal as well: nothing of this post is read any more, and the peer may have all, part or none of it."""
+    """Terminal as well: nothing of this post is read any more, and the peer may have all, part or none of it. The path
+    has ended; PeerGone follows."""
 
     handle: int
     reason: str
@@ -37,13 +44,15 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """The path to or from `peer` ended. Its posts have been reported as SendFailed."""
+    """The path to or from `peer` ended and nothing of it can land any more. Its posts have been reported SendFailed."""
 
     peer: str
     reason: str
 
 
 Event = Sent | SendFailed | Arrived | PeerGone
+Offer = dict[str, str | int | list[str]]
+Range = tuple[int, int]  # [first, stop) of blocks
 
 
 class KVTransport(Protocol):
@@ -51,14 +60,18 @@ class KVTransport(Protocol):
 
     name: str
 
-    def offer(self) -> dict[str, str | int | list[str]]:
+    @property
+    def counters(self) -> dict[str, float]:
+        """For Load and metrics. Read by other threads; the keys never change."""
+
+    def offer(self) -> Offer:
         """Address, key and ring geometry that let a peer write into this end's ring."""
 
-    def connect(self, peer: str, offer: dict[str, str | int | list[str]]) -> None:
+    def connect(self, peer: str, offer: Offer) -> None:
         """Opens the path to `peer` (its instance id). Raises TransferError."""
 
     def disconnect(self, peer: str) -> None:
-        """Ends the path; unfinished posts become SendFailed."""
+        """Ends the path, if there is one; its SendFaileds and its PeerGone come with the next `poll`."""
 
     def post(self, peer: str, tag: ChunkTag, pieces: list[Tensor]) -> int:
         """Starts writing `pieces` (contiguous uint8, in order, `tag.num_bytes` together) into the peer's slot

@@ -1,0 +1,303 @@
+"""The decode worker: reserves room, takes a prompt's KV as it is computed elsewhere, writes all tokens but the first.
+
+    EXPECTED   the router's Decode is here; prefill's GrantRequest puts it in line. Under the high mark it is granted.
+    RECEIVING  blocks are reserved and granted. Chunks land in the ring, are verified, and copied into the blocks.
+    RUNNING    every block is covered and token 0 is here, in either order. It decodes from the next step on.
+    FINISHED   a stop, a length or an abort; blocks are free after the last step that used them.
+
+When prefill is lost, its lease runs out or chunks never come, the prompt is computed here from the verified prefix:
+this worker has the same model, and the router takes each token from whoever is first.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from server.boot import Boot
+from server.errors import PdctlError
+from server.ledger import Entry
+from server.messages import Abort, Card, Decode, Done, Grant, GrantRequest, Load, Renew, SeqToken, SlotCredit, Tokens
+from server.sequence import SeqId, SeqState, Sequence, Token
+from server.transfer.build import receiving_side
+from server.transfer.receiver import ReceiveStats
+from server.wire import Channel
+from server.worker import Worker, main
+
+LEASE_S = 10.0
+PARK_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeEntry(Entry):
+    """`source` is prefill's connection once it asked for a grant; `prefill` its name, known from the start."""
+
+    prefill: str = ""
+    source: Channel | None = None
+    lease: float = 0.0  # deadline; 0 = holds no grant
+    token0: Token | None = None
+    is_covered: bool = False
+
+
+class DecodeWorker(Worker[DecodeEntry]):
+    """Adds grants and arrivals to a worker."""
+
+    role = "decode"
+
+    def __init__(self, boot: Boot) -> None:
+        super().__init__(boot)
+        self._parked: dict[SeqId, tuple[float, Channel]] = {}
+
+    def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
+        return super().handlers() | {
+            Decode: self.on_decode,
+            GrantRequest: self.on_grant_request,
+            Renew: self.on_renew,
+            Tokens: self.on_tokens,
+        }
+
+    # -- transfer ------------------------------------------------------------------------------------------------
+
+    def start_transfer(self) -> None:
+        pool = self.engine.runner.pool
+        side = receiving_side(
+            self.boot.config.transfer,
+            self.me.instance,
+            pool.blocks,
+            pool.spec.block_size,
+            self.boot.config.prefill.workers,
+            on_complete=lambda id, stats: self.soon(self._covered, id, stats),
+            on_missing=lambda id, ranges: self.soon(self._missing, id, ranges),
+            on_failed=lambda id, verified: self.soon(self._never_came, id, verified),
+            on_credit=lambda peer, slots: self.soon(self._credit, peer, slots),
+            on_peer_lost=lambda peer, reason: self.soon(self._path_lost, peer, reason),
+        )
+        self.transfer, self.receiver, self.ring = side.thread, side.receiver, side.ring
+        self.offer = side.transport.offer()
+        self.transfer.start()
+
+    def stop_transfer(self) -> None:
+        self.transfer.close()
+
+    def card(self) -> Card:
+        return Card(same=self.facts, offer=self.offer)
+
+    def joined(self, channel: Channel) -> None:
+        if channel.peer.role == "prefill":
+            self.transfer.call(self._join, channel)
+
+    def _join(self, channel: Channel) -> None:
+        """On the transfer thread, after what an earlier connection of the same peer left there."""
+        slots = self.receiver.peer_joined(channel.peer.instance)
+        self.soon(channel.send, SlotCredit(slots))
+
+    def lost(self, channel: Channel) -> None:
+        super().lost(channel)
+        if channel.peer.role != "prefill":
+            return
+        self.transfer.peer_gone(channel.peer.instance, "control connection lost")
+        self._parked = {id: parked for id, parked in self._parked.items() if parked[1] is not channel}
+        for entry in self.ledger:
+            if entry.source is channel or (entry.source is None and entry.prefill == channel.peer.name):
+                self._compute_here(entry)
+
+    def _path_lost(self, peer: str, reason: str) -> None:
+        """The transfer path ended before its control connection: both go, and come back together."""
+        for channel in list(self.channels):
+            if channel.peer.instance == peer:
+                logger.warning("transfer path from %s ended: %s", channel.peer.name, reason)
+                channel.abort()
+
+    def _credit(self, peer: str, slots: tuple[int, ...]) -> None:
+        for channel in self.channels:
+            if channel.peer.instance == peer:
+                channel.send(SlotCredit(tuple(slots)))
+
+    # -- EXPECTED ------------------------------------------------------------------------------------------------
+
+    def new_entry(self, seq: Sequence, owner: Channel) -> Entry:
+        return DecodeEntry(seq, owner, heard=self.clock())
+
+    def on_decode(self, channel: Channel, message: Decode) -> None:
+        if self.ledger.knew(message.id):
+            return
+        seq = Sequence(
+            message.id,
+            message.prompt,
+            message.params,
+            arrival=self.clock(),
+            salt=message.salt,
+            state=SeqState.EXPECTED,
+        )
+        entry = cast("DecodeEntry", self.new_entry(seq, channel))
+        entry.prefill = message.prefill
+        self.ledger.add(entry)
+        parked = self._parked.pop(message.id, None)
+        if parked is not None:
+            self._expect(entry, parked[1])
+
+    def on_grant_request(self, channel: Channel, message: GrantRequest) -> None:
+        entry = self.ledger.get(message.id)
+        if entry is not None and entry.lease:
+            self._send_grant(entry)
+        elif entry is not None and entry.source is None and entry.seq.state is SeqState.EXPECTED:
+            self._expect(entry, channel)
+        elif entry is None and not self.ledger.knew(message.id):
+            self._parked[message.id] = (self.clock(), channel)
+        elif entry is None:
+            channel.send(Abort(message.id, "ended"))
+
+    def _expect(self, entry: DecodeEntry, source: Channel) -> None:
+        entry.source = source
+        try:
+            with self.engine.lock:
+                self.engine.scheduler.expect(entry.seq)
+        except PdctlError as error:
+            self.fail(entry, error.message)
+            return
+        self._grant()
+
+    def _grant(self) -> None:
+        """Grants what the watermarks allow now. Called whenever something was asked for or given back."""
+        with self.engine.lock:
+            granted = self.engine.scheduler.grants_possible()
+        for seq in granted:
+            entry = self.ledger.get(seq.id)
+            if entry is None or entry.source is None:
+                continue
+            table, resident = list(seq.block_table), seq.num_resident_blocks
+            source = entry.source.peer.instance
+            self.receiver.open(seq.id, source, seq.generation, table, resident, len(table) - resident)
+            self._send_grant(entry)
+
+    def _send_grant(self, entry: DecodeEntry, missing: tuple[tuple[int, int], ...] = ()) -> None:
+        entry.lease = self.clock() + LEASE_S
+        seq = entry.seq
+        if entry.source is not None:
+            entry.source.send(Grant(seq.id, seq.generation, seq.num_resident_blocks, LEASE_S, missing))
+
+    # -- RECEIVING -----------------------------------------------------------------------------------------------
+
+    def on_renew(self, channel: Channel, message: Renew) -> None:
+        for id in message.ids:
+            entry = self.ledger.get(id)
+            if entry is None or entry.source is not channel:
+                channel.send(Abort(id, "no such grant"))
+            elif entry.lease:
+                entry.lease = self.clock() + LEASE_S
+
+    def on_tokens(self, channel: Channel, message: Tokens) -> None:
+        for item in message.items:
+            entry = self.ledger.get(item.id)
+            if entry is not None and entry.lease and entry.token0 is None and item.index == 0:
+                entry.token0 = item.token
+                self.receiver.token0(item.id)
+                self._start_if_complete(entry)
+
+    def _covered(self, id: SeqId, stats: ReceiveStats) -> None:
+        entry = self.ledger.get(id)
+        if entry is None or not entry.lease:
+            return
+        entry.is_covered = True
+        entry.stages |= _stages(stats, entry.heard)
+        if entry.source is not None:
+            entry.source.send(Done(id, "received"))
+        self._start_if_complete(entry)
+
+    def _start_if_complete(self, entry: DecodeEntry) -> None:
+        if entry.token0 is None or not entry.is_covered:
+            return
+        entry.lease = 0.0
+        entry.mark("ready", self.clock())
+        with self.engine.lock:
+            self.engine.scheduler.received(entry.id, entry.token0)
+        entry.owner.send(Tokens((SeqToken(entry.id, 0, entry.token0),)))
+        if entry.seq.finish_reason:
+            self.finish(entry)
+        self.wake()
+
+    def _missing(self, id: SeqId, ranges: tuple[tuple[int, int], ...]) -> None:
+        entry = self.ledger.get(id)
+        if entry is not None and entry.lease:
+            self._send_grant(entry, tuple(ranges))
+
+    def _never_came(self, id: SeqId, verified: int) -> None:
+        """The receiver gave up; it has ended its side of the entry."""
+        entry = self.ledger.get(id)
+        if entry is not None and entry.lease:
+            if entry.source is not None:
+                entry.source.send(Abort(id, "chunks never came"))
+            self._compute_here(entry, verified)
+
+    def _compute_here(self, entry: DecodeEntry, verified: int | None = None) -> None:
+        """Goes on without prefill: from the verified prefix, and with token 0 if it is known."""
+        state = entry.seq.state
+        if state is SeqState.RECEIVING:
+            prefix = self.receiver.revoke(entry.id) if verified is None else verified
+            with self.engine.lock:
+                self.engine.scheduler.recompute(entry.id, prefix, entry.token0)
+        elif state is SeqState.EXPECTED:
+            with self.engine.lock:
+                self.engine.scheduler.abort(entry.id)
+            entry.seq.state = SeqState.WAITING
+            self.admit(entry)
+        else:
+            return
+        entry.lease = 0.0
+        entry.source = None
+        self.counters["recomputed"] = self.counters.get("recomputed", 0) + 1
+        self.wake()
+
+    # -- RUNNING and FINISHED ------------------------------------------------------------------------------------
+
+    def drop(self, entry: DecodeEntry, reason: str) -> None:
+        if entry.lease:
+            entry.lease = 0.0
+            self.receiver.revoke(entry.id)
+        super().drop(entry, reason)
+        self._grant()
+
+    def after_step(self) -> None:
+        self._grant()
+
+    def tick(self, now: float) -> None:
+        for entry in self.ledger:
+            if entry.lease and now > entry.lease:
+                logger.warning("%s: %s stopped renewing its grant", entry.id, entry.prefill)
+                self._compute_here(entry)
+        for id, (since, channel) in list(self._parked.items()):
+            if now - since > PARK_S:
+                del self._parked[id]
+                channel.send(Abort(id, "unknown"))
+
+    def load(self, busy_share: float) -> Load:
+        load = super().load(busy_share)
+        counts = self.ring.counts()
+        return Load(
+            **{
+                **{name: getattr(load, name) for name in load.__struct_fields__},
+                "slots_total": counts.total,
+                "slots_free": counts.idle,
+                "counters": {**self.counters, **self.transfer.counters()},
+            }
+        )
+
+
+def _stages(stats: ReceiveStats, heard: float) -> dict[str, float]:
+    return {
+        "first_chunk": stats.first_chunk - heard,
+        "kv_ready": stats.kv_ready - heard,
+        "transfer": stats.transfer,
+        "kv_bytes": stats.kv_bytes,
+        "wire_bytes": stats.wire_bytes,
+        "chunks": stats.chunks,
+        "resends": stats.resends,
+        "overlap": stats.overlap,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(DecodeWorker))

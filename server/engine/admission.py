@@ -1,0 +1,72 @@
+"""Who is next, and may it come in: the order of the line, and what a sequence that waits must find to be admitted."""
+
+from collections.abc import Callable, Iterable
+
+from server.engine.block_tables import BlockTables
+from server.engine.limits import Limits
+from server.engine.roster import Roster
+from server.sequence import SeqState, Sequence
+
+
+class Admission:
+    def __init__(self, limits: Limits, tables: BlockTables, roster: Roster, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._tables = tables
+        self._roster = roster
+        self._clock = clock
+        self._starved: Sequence | None = None  # aged, and there were no blocks for it; until it no longer waits
+
+    @property
+    def horizon(self) -> float:
+        """Who arrived by then is aged: nobody may overtake it."""
+        return self._clock() - self._limits.age_limit_s
+
+    def in_line(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Preempted ones, then aged ones, both by arrival; then whoever has the least left to compute."""
+        horizon, preempted = self.horizon, self._roster.preempted
+
+        def place(seq: Sequence) -> tuple[int, float]:
+            if seq.id in preempted:
+                return 0, seq.arrival
+            return (1, seq.arrival) if seq.arrival <= horizon else (2, seq.num_pending)
+
+        return sorted(seqs, key=place)
+
+    def candidates(self) -> list[Sequence]:
+        """WAITING and not waiting for a grant. Without one a sequence is passed by, aged or not: were it to hold up
+        those behind it, whose blocks the granting side has reserved, both sides could wait for each other for ever."""
+        return [seq for seq in self._roster.waiting if seq.generation or not seq.needs_grant]
+
+    def admit(self, seq: Sequence) -> bool:
+        """WAITING -> RUNNING with blocks for all known tokens, cached ones first. False: it cannot be now."""
+        was_preempted = seq.id in self._roster.preempted
+        num_running = len(self._roster.running)
+        if num_running >= self._limits.max_running or not (was_preempted or self._may_pass_expected(seq)):
+            return False
+        need = self._tables.need(seq)
+        # Those that decode will each want a block soon: leave it to them, or admitting costs a preemption.
+        spare = 0 if seq.needs_grant else num_running
+        if need.num_taken + spare > self._tables.pool.num_free:
+            self._starved = seq if seq.arrival <= self.horizon else None
+            return False
+        seq.num_computed = self._tables.take(seq, need)
+        if not was_preempted:
+            seq.num_cached = seq.num_computed
+        self._roster.move(seq, SeqState.RUNNING)
+        return True
+
+    def _may_pass_expected(self, seq: Sequence) -> bool:
+        """An aged sequence that waits to be granted is not overtaken by local prompts."""
+        if seq.needs_grant or not self._roster.expected:
+            return True
+        oldest = self._roster.expected[0].arrival
+        return oldest >= seq.arrival or oldest > self.horizon
+
+    def may_be_granted(self) -> list[Sequence]:
+        """EXPECTED ones by arrival, without those that would take blocks from a preempted or a starved local one."""
+        if self._roster.preempted:
+            return []
+        starved = self._starved
+        if starved is None or starved.state is not SeqState.WAITING:
+            return list(self._roster.expected)
+        return [seq for seq in self._roster.expected if seq.arrival <= starved.arrival]

@@ -1,0 +1,102 @@
+"""From a boot file to an engine that is ready to step: the one place where a profile meets the engine.
+
+1. The model is loaded, checked and warmed up (`ModelRunner.load`), each stage reported.
+2. The scheduler gets its limits by role, "auto" resolved by device.
+3. The model card names everything that two workers must have in common.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import transformers
+
+from server.boot import Boot
+from server.card import text_facts
+from server.config import Colocated, Config, Decode, Prefill, Role, WorkerSpec
+from server.engine.block_pool import BlockPool
+from server.engine.engine import Engine
+from server.engine.kv_cache import LAYOUT_VERSION
+from server.engine.limits import Limits
+from server.engine.model_runner import ModelRunner
+from server.engine.scheduler import Scheduler
+from server.errors import StartError
+
+# Measured on one AVX-512 core: prefill is fastest at 128-256 tokens a forward (docs/benchmarks.md).
+CPU_TOKENS: Final = 256
+GPU_BUDGET: Final = 2048
+GPU_CHUNK: Final = 1024
+# Prompt tokens a decode worker computes in a step in which others decode, so that they hardly notice.
+CPU_LOCAL_PREFILL: Final = 32
+GPU_LOCAL_PREFILL: Final = 256
+
+
+def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None]) -> Engine:
+    """Loads everything. Raises StartError (ModelError among them) with the cause in one line."""
+    spec = worker_spec(boot)
+    config = boot.config
+    pool = config.pool(role)
+    runner = ModelRunner(
+        f"dummy:{boot.model_dir}" if config.model.path.startswith("dummy:") else boot.model_dir,
+        dtype=config.model.dtype,
+        device="cuda" if spec.gpus else "cpu",
+        threads=len(spec.cpus),
+        block_size=config.model.block_size,
+        max_len=config.model.max_len,
+        max_running=pool.max_seqs if isinstance(pool, Prefill) else pool.max_running,
+        kv_bytes=pool.kv_bytes,
+    )
+    runner.load(progress)
+    blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache)
+    limits = limits_for(config, role, runner.device, runner.max_len)
+    return Engine(Scheduler(limits, blocks, time.monotonic), runner, time.monotonic)
+
+
+def worker_spec(boot: Boot) -> WorkerSpec:
+    for spec in boot.config.workers:
+        if spec.name == boot.name:
+            return spec
+    raise StartError(f"the profile has no worker {boot.name}")
+
+
+def limits_for(config: Config, role: Role, device: torch.device, max_len: int) -> Limits:
+    pool = config.pool(role)
+    on_cpu = device.type == "cpu"
+    budget = pool.token_budget if isinstance(pool.token_budget, int) else (CPU_TOKENS if on_cpu else GPU_BUDGET)
+    chunk = pool.chunk_tokens if isinstance(pool.chunk_tokens, int) else (CPU_TOKENS if on_cpu else GPU_CHUNK)
+    limits = Limits(token_budget=budget, chunk_tokens=min(chunk, budget), max_len=max_len)
+    match pool:
+        case Prefill():
+            limits.max_seqs = pool.max_seqs
+            limits.max_running = pool.max_seqs
+        case Decode():
+            limits.max_running = pool.max_running
+            limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
+            limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
+            auto = CPU_LOCAL_PREFILL if on_cpu else GPU_LOCAL_PREFILL
+            limits.local_prefill_tokens = auto if pool.prefill_tokens == "auto" else pool.prefill_tokens
+        case Colocated():
+            limits.max_running = pool.max_running
+    return limits
+
+
+def model_facts(boot: Boot, runner: ModelRunner) -> dict[str, str]:
+    """`Card.same` of a worker: text facts, weights, and everything that gives KV bytes their meaning."""
+    spec = runner.spec
+    text = runner.config.get_text_config(decoder=True)
+    return text_facts(boot.model_dir, boot.config.model.path) | {
+        "fingerprint": runner.fingerprint(),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "layers": str(spec.num_layers),
+        "kv_heads": str(spec.num_kv_heads),
+        "head_dim": str(spec.head_dim),
+        "block_size": str(spec.block_size),
+        "layout": str(LAYOUT_VERSION),
+        "window": str(spec.sliding_window),
+        "rope": str(getattr(text, "rope_parameters", None)),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,114 @@
+"""The engine loop's one step: ask the scheduler, compute, tell the scheduler.
+
+1. with the lock: `scheduler.schedule()` says what to compute.
+2. without it: `runner.execute(batch)`, so that other threads add, abort and grant while a long step runs.
+3. with the lock: `scheduler.update(batch, tokens)`.
+
+A step that raises ends the sequences of its batch, never the loop. What a heartbeat says (steps, age of the current
+step, its predicted time) may be read from any thread.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from server.engine.model_runner import ModelRunner
+from server.engine.scheduler import Scheduler, Step
+from server.sequence import Batch, Sequence
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2  # weight of the newest step in its estimate
+
+
+@dataclass(slots=True)
+class StepResult:
+    """`steps` is what `scheduler.update` gave. After a failed step `error` is set and `failed` holds the sequences
+    that it ended."""
+
+    batch: Batch
+    steps: list[Step]
+    started: float  # on the engine's clock
+    seconds: float
+    failed: list[Sequence] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class StepTimes:
+    """Seconds a step of so many tokens takes: a running mean for each power of two, and the nearest one scaled."""
+
+    def __init__(self) -> None:
+        self._mean: dict[int, tuple[float, float]] = {}  # bucket -> (tokens, seconds)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        bucket = num_tokens.bit_length()
+        tokens, mean = self._mean.get(bucket, (float(num_tokens), seconds))
+        self._mean[bucket] = (
+            tokens + _SMOOTHING * (num_tokens - tokens),
+            mean + _SMOOTHING * (seconds - mean),
+        )
+
+    def predict(self, num_tokens: int) -> float:
+        """0.0 before anything was observed. Scales up by tokens, never down: a step has a floor."""
+        known = dict(self._mean)  # the engine thread may add to it meanwhile
+        if not known:
+            return 0.0
+        bucket = num_tokens.bit_length()
+        tokens, seconds = known[min(known, key=lambda b: (abs(b - bucket), -b))]
+        return seconds * max(1.0, num_tokens / tokens)
+
+
+class Engine:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.lock = threading.Lock()
+        self.num_steps = 0
+        self.times = StepTimes()
+        self._clock = clock
+        self._current: tuple[float, int] | None = None  # when the running step began, its tokens
+
+    def step(self) -> StepResult | None:
+        """One step; None when there is nothing to compute."""
+        with self.lock:
+            batch = self.scheduler.schedule()
+        if not batch.slices:
+            return None
+        started = self._clock()
+        self._current = (started, batch.num_tokens)
+        try:
+            tokens = self.runner.execute(batch)
+        except Exception as error:
+            return self._fail(batch, error, started)
+        finally:
+            self._current = None
+            self.num_steps += 1
+        seconds = self._clock() - started
+        self.times.observe(batch.num_tokens, seconds)
+        with self.lock:
+            steps = self.scheduler.update(batch, tokens)
+        return StepResult(batch, steps, started, seconds)
+
+    def _fail(self, batch: Batch, error: Exception, started: float) -> StepResult:
+        logger.exception("a step of %d tokens failed; its %d sequences end", batch.num_tokens, len(batch.slices))
+        with self.lock:
+            # Aborted first, so that update() frees them and registers none of the blocks that were to be written.
+            failed = [s.seq for s in batch.slices if self.scheduler.abort(s.seq.id) is not None]
+            steps = self.scheduler.update(batch, [None] * len(batch.slices))
+        return StepResult(batch, steps, started, self._clock() - started, failed, error)
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0.0 between steps."""
+        current = self._current
+        return self._clock() - current[0] if current else 0.0
+
+    @property
+    def predicted_step_s(self) -> float:
+        """What the current step should take; between steps, what one of a single token should."""
+        current = self._current
+        return self.times.predict(current[1] if current else 1)

@@ -1,0 +1,19 @@
+"""The numbers a scheduler works under. Mutable: knobs are set here and read at the next step."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Limits:
+    token_budget: int = 2048  # tokens of one step
+    chunk_tokens: int = 1024  # prompt tokens of one step, of one sequence or of several short ones packed
+    max_seqs: int = 16  # prompts computed at once
+    max_running: int = 64  # sequences in RUNNING; lowered, it drains
+    max_len: int = 1 << 30  # prompt + output of one sequence
+    local_prefill_tokens: int | None = None  # decode role: prompt tokens of a step in which anything decodes
+    age_limit_s: float = 5.0  # older than this is never overtaken
+    ahead: int = 4  # grants asked for or held, and not yet admitted
+    kv_low: float = 0.80
+    kv_high: float = 0.92
+    queue_low: int = 2
+    queue_high: int = 32

@@ -1,0 +1,203 @@
+"""The ModelRunner: a batch of token slices in, one token a slice out.
+
+1. `load`: config and weights, the start-up check, memory for the KV cache, warm-up. After it `spec` and `pool` stand.
+2. `execute(batch)`: flat input tensors, one forward over the packed tokens, logits only for the rows that sample.
+
+It reads sequences and never changes them: that is the Scheduler's. One thread calls `execute`.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from server.engine import loading
+from server.engine.attention import AttentionBackend, BatchMeta, row_order
+from server.engine.attention_torch import TorchAttention
+from server.engine.kv_cache import KVCachePool, KVSpec
+from server.engine.sampler import Sampler
+from server.engine.selfcheck import check_length, check_logits
+from server.errors import ModelError, StartError
+from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+Auto = Literal["auto"]
+
+_KV_SHARE = 0.25  # of the memory that is free once the weights are loaded: other workers share the host
+# auto takes no more on a CPU, or four sequences of max_len: zeroing memory that the host has yet to find takes seconds.
+_CPU_KV_BYTES = 2 * 2**30
+
+
+def _silent(stage: str, share: float) -> None:
+    pass
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        threads: int = 0,
+        block_size: int = 16,
+        max_len: int = 0,
+        max_running: int = 64,
+        kv_bytes: int | Auto = "auto",
+        check: bool = True,
+    ) -> None:
+        """`model` is a folder, or "dummy:" and a folder or config.json. 0 means: the model's or the machine's own."""
+        self.device = torch.device(device)
+        self.dtype = loading.choose_dtype(dtype, self.device)
+        self.folder, self.is_dummy = loading.model_folder(model)
+        self.config = loading.load_config(self.folder)
+        self.spec = KVSpec.from_config(self.config, self.dtype, block_size)
+        text = self.config.get_text_config(decoder=True)
+        self.vocab_size = int(text.vocab_size)
+        own_len = int(getattr(text, "max_position_embeddings", 0) or 0)
+        self.max_len = max_len or own_len
+        if not self.max_len:
+            raise ModelError("the model's config has no max_position_embeddings: set model.max_len")
+        if own_len and self.max_len > own_len:
+            raise ModelError(f"model.max_len ({self.max_len}) is above the model's own limit of {own_len} tokens")
+        self.logit_differences: dict[str, float] = {}
+        self.pool: KVCachePool  # from load() on
+        self._threads = threads
+        self._max_running = max_running
+        self._kv_bytes = kv_bytes
+        self._check = check
+        self._model: Any = None
+        self._attention: AttentionBackend
+        self._sampler = Sampler()
+
+    # -- load ---------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def load(self, progress: Progress = _silent) -> None:
+        """`progress(stage, share done)` is called as it goes: weights, check, warm-up, kv cache, ready."""
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        if self.device.type == "cpu":
+            loading.keep_freed_memory()
+        progress("weights", 0.0)
+        self._model = loading.load_model(self.folder, self.config, self.dtype, self.device, self.is_dummy)
+        warm_len = min(self.max_len - 1, 256)
+        scratch_len = max(check_length(self.spec), warm_len + 1)
+        self._use_pool(KVCachePool(self.spec, 1 + self.spec.num_blocks_for(scratch_len), self.device))
+        if self._check:
+            progress("check", 0.5)
+            self.logit_differences = check_logits(self._model, self._all_logits, self.spec, self.vocab_size)
+        progress("warm-up", 0.7)
+        self._warm_up(warm_len)
+        progress("kv cache", 0.9)
+        self._use_pool(KVCachePool(self.spec, self._decide_num_blocks(), self.device))
+        progress("ready", 1.0)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    def fingerprint(self) -> str:
+        """Of config and weights, for the model card."""
+        return loading.fingerprint(self.folder, self.is_dummy)
+
+    def _use_pool(self, pool: KVCachePool) -> None:
+        self.pool = pool
+        self._attention = TorchAttention(pool)
+
+    def _warm_up(self, prompt_len: int) -> None:
+        """One prompt forward and one decode step, so that the first client does not pay for what torch sets up."""
+        table = list(range(1, 1 + self.spec.num_blocks_for(prompt_len + 1)))
+        seq = Sequence(SeqId("warm", 0, 0), [0] * prompt_len, SamplingParams(max_tokens=2), block_table=table)
+        started = time.perf_counter()
+        self.execute(Batch([Slice(seq, 0, prompt_len)]))
+        seq.output.append(0)
+        self.execute(Batch([Slice(seq, prompt_len, 1)]))
+        logger.info("warm-up took %.2f s", time.perf_counter() - started)
+
+    def _decide_num_blocks(self) -> int:
+        """Blocks of the pool, the null block among them; refuses a pool that one sequence of max_len cannot use."""
+        block = self.spec.block_bytes
+        least = 1 + self.spec.num_blocks_for(self.max_len)
+        most = 1 + self._max_running * self.spec.num_blocks_for(self.max_len)
+        free = self._free_bytes()
+        if self._kv_bytes == "auto":
+            affordable = int(free * _KV_SHARE) // block
+            if self.device.type == "cpu":
+                affordable = min(affordable, max(_CPU_KV_BYTES // block, 4 * least))
+            num_blocks, source = min(most, affordable), "auto"
+        else:
+            num_blocks, source = self._kv_bytes // block, "kv_bytes"
+        logger.info(
+            "memory: weights %d MiB, free %d MiB; KV cache %d MiB (%s): %d blocks of %d tokens and %d KiB, "
+            "room for %d tokens",
+            self.weight_bytes >> 20, free >> 20, num_blocks * block >> 20, source, num_blocks,
+            self.spec.block_size, block >> 10, max(0, num_blocks - 1) * self.spec.block_size,
+        )  # fmt: skip
+        if num_blocks < least:
+            raise StartError(
+                f"the KV cache ({source}) has {num_blocks} blocks, {num_blocks * block / 2**20:.1f} MiB; one sequence of "
+                f"max_len {self.max_len} needs {least}, {least * block / 2**20:.1f} MiB",
+                help="raise kv_bytes or lower model.max_len",
+            )
+        if num_blocks * block > free:
+            raise StartError(
+                f"the KV cache of {num_blocks * block / 2**20:.0f} MiB does not fit into the "
+                f"{free / 2**20:.0f} MiB that are free on {self.device}",
+                help="lower kv_bytes",
+            )
+        return num_blocks
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return int(psutil.virtual_memory().available)
+
+    # -- execute ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[Token | None]:
+        """One entry a slice of `batch`, in its order: the sampled token, or None where the slice ends before the last
+        known token."""
+        slices = batch.slices
+        order = row_order(slices)
+        ordered = [slices[i] for i in order]
+        sampling = [row for row, s in enumerate(ordered) if s.samples]
+        logits = self._forward(ordered, sampling)
+        tokens: list[Token | None] = [None] * len(slices)
+        if logits is not None:
+            sampled = self._sampler.sample(logits, [ordered[row].seq for row in sampling])
+            for row, token in zip(sampling, sampled, strict=True):
+                tokens[order[row]] = token
+        return tokens
+
+    def _forward(self, slices: Rows[Slice], sampling: list[int]) -> torch.Tensor | None:
+        """Logits [len(sampling), vocab] of the last token of those rows; None if there are none."""
+        meta = BatchMeta.build(slices, self.spec.block_size)
+        last = [meta.query_starts[row + 1] - 1 for row in sampling]
+        inputs = self._inputs(meta)
+        if not last:
+            self._model.base_model(**inputs)
+            return None
+        keep = torch.tensor(last, device=self.device)
+        return self._model(**inputs, logits_to_keep=keep).logits[0]  # type: ignore[no-any-return]
+
+    def _all_logits(self, slices: list[Slice]) -> torch.Tensor:
+        meta = BatchMeta.build(slices, self.spec.block_size)
+        return self._model(**self._inputs(meta)).logits[0]  # type: ignore[no-any-return]
+
+    def _inputs(self, meta: BatchMeta) -> dict[str, Any]:
+        self._attention.plan(meta)
+        return {
+            "input_ids": torch.tensor([meta.token_ids], device=self.device),
+            "position_ids": torch.tensor([meta.positions], device=self.device),
+            "use_cache": False,
+            "paged": self._attention,
+        }

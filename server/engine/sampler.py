@@ -1,0 +1,222 @@
+"""From logits to tokens, vectorised over the rows of a step.
+
+Order, as in vLLM: allowed_token_ids, min_tokens, logit_bias, penalties (repetition over prompt and output, then
+frequency and presence over the output), temperature, min_p, top_k, top_p. Values tied with the last one that top_k or
+top_p keeps are kept too. Logprobs are of the model's own distribution: log_softmax of the raw logits, before all of that
+(as OpenAI and vLLM report them).
+
+A draw is the inverse of the cumulative distribution, in token order, at one number in [0, 1) that `uniform` derives
+from (seed, output index). So a token depends on its logits and its own request only: not on the rest of the batch, the
+process, or which worker draws it.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
+
+import torch
+
+from server.sequence import SamplingParams, Sequence, Token
+
+_MASK64 = (1 << 64) - 1
+# top_p looks for its edge among this many most likely tokens first; a sort of the whole vocabulary costs milliseconds.
+_HEAD = 1024
+_NEVER = float("-inf")
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) for output `index` of `seed`: two rounds of the splitmix64 finalizer, 53 bits."""
+    return (_mix(_mix(seed & _MASK64) ^ (index * 0x9E3779B97F4A7C15 & _MASK64)) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
+    return x ^ (x >> 31)
+
+
+def is_plain_greedy(params: SamplingParams) -> bool:
+    """Whether the token is simply the argmax of the raw logits, and nothing else is asked for."""
+    return params.is_greedy and params.num_logprobs < 0 and not _is_reshaped(params)
+
+
+def _is_reshaped(params: SamplingParams) -> bool:
+    return bool(
+        params.allowed_token_ids
+        or params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
+class Sampler:
+    """Stateless: what a row needs is in its Sequence."""
+
+    def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> list[Token]:
+        """[rows, vocab] logits of any float dtype, one row a sequence -> one Token each. `logits` is not changed."""
+        if all(is_plain_greedy(s.params) for s in seqs):
+            return [Token(i) for i in logits.argmax(-1).tolist()]
+        raw = logits.float()
+        shaped = reshape(raw, seqs)
+        chosen = shaped.argmax(-1)
+        drawn = [i for i, s in enumerate(seqs) if not s.params.is_greedy]
+        if drawn:
+            rows = shaped if len(drawn) == len(seqs) else shaped[drawn]
+            chosen[drawn] = draw(rows, [seqs[i] for i in drawn])
+        return _with_logprobs(raw, chosen, seqs)
+
+
+# -- reshaping: constraints, bias, penalties --------------------------------------------------------------------------
+
+
+def reshape(raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
+    """Everything that applies to greedy rows too. Returns `raw` itself where no row asks for anything."""
+    if not any(_is_reshaped(s.params) for s in seqs):
+        return raw
+    logits = raw.clone()
+    vocab = logits.shape[1]
+    _allow(logits, seqs)
+    _put(logits, seqs, lambda s: [(t, _NEVER) for t in _unripe_stops(s)], accumulate=False)
+    _put(logits, seqs, lambda s: list(s.params.logit_bias.items()), accumulate=True)
+    _repetition(logits, seqs)
+    rows = [i for i, s in enumerate(seqs) if s.output and (s.params.frequency_penalty or s.params.presence_penalty)]
+    if rows:
+        counts = _counts([seqs[i].output for i in rows], vocab, logits.device)
+        frequency = _column([seqs[i].params.frequency_penalty for i in rows], logits)
+        presence = _column([seqs[i].params.presence_penalty for i in rows], logits)
+        logits[rows] -= frequency * counts + presence * (counts > 0)
+    return logits
+
+
+def _allow(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
+    for i, s in enumerate(seqs):
+        if s.params.allowed_token_ids:
+            keep = torch.tensor(
+                [t for t in s.params.allowed_token_ids if 0 <= t < logits.shape[1]],
+                device=logits.device,
+                dtype=torch.long,
+            )
+            row = torch.full_like(logits[i], _NEVER)
+            row[keep] = logits[i, keep]
+            logits[i] = row
+
+
+def _unripe_stops(seq: Sequence) -> tuple[int, ...]:
+    return seq.params.stop_token_ids if len(seq.output) < seq.params.min_tokens else ()
+
+
+def _put(
+    logits: torch.Tensor,
+    seqs: Rows[Sequence],
+    entries: Callable[[Sequence], list[tuple[int, float]]],
+    accumulate: bool,
+) -> None:
+    """Sets or adds (token, value) entries of each row. Ids outside the vocabulary are left out: one bad request must
+    not end the step for all."""
+    vocab = logits.shape[1]
+    found = [(i, t, v) for i, s in enumerate(seqs) for t, v in entries(s) if 0 <= t < vocab]
+    if found:
+        rows, tokens, values = zip(*found, strict=True)
+        at = (_index(rows, logits), _index(tokens, logits))
+        logits.index_put_(at, torch.tensor(values, dtype=logits.dtype, device=logits.device), accumulate=accumulate)
+
+
+def _repetition(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
+    rows = [i for i, s in enumerate(seqs) if s.params.repetition_penalty != 1.0]
+    if not rows:
+        return
+    seen = torch.zeros(len(rows), logits.shape[1], dtype=torch.bool, device=logits.device)
+    for row, i in zip(seen, rows, strict=True):
+        row[_index(seqs[i].prompt + seqs[i].output, logits)] = True
+    penalty = _column([seqs[i].params.repetition_penalty for i in rows], logits)
+    part = logits[rows]
+    logits[rows] = torch.where(seen, torch.where(part > 0, part / penalty, part * penalty), part)
+
+
+def _counts(tokens: list[list[int]], vocab: int, device: torch.device) -> torch.Tensor:
+    """[rows, vocab]: how often each token stands in each list."""
+    counts = torch.zeros(len(tokens), vocab, device=device)
+    flat = torch.tensor([i * vocab + t for i, row in enumerate(tokens) for t in row], device=device, dtype=torch.long)
+    return counts.view(-1).scatter_add_(0, flat, torch.ones(flat.shape, device=device)).view(len(tokens), vocab)
+
+
+def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float32, device=like.device).unsqueeze(1)
+
+
+def _index(values: Iterable[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.long, device=like.device)
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draw(logits: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
+    """One token a row, all with temperature above 0."""
+    # So cold that it is greedy; colder would overflow.
+    scaled = logits / _column((max(s.params.temperature, 1e-5) for s in seqs), logits)
+    scaled = scaled.masked_fill(scaled < _edges(scaled, seqs), _NEVER)
+    # float64: a float32 running sum over 150,000 tokens would move the edges between tokens by more than their width.
+    cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
+    numbers = [uniform(s.params.seed, len(s.output)) for s in seqs]
+    target = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
+    # right=True: the first token whose sum is above the target, so never one of probability 0. A product that rounds up
+    # to the total itself would run off the end; it then means the last token that has a probability.
+    last = (cumulative < cumulative[:, -1:]).sum(-1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).minimum(last)
+
+
+def _edges(scaled: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
+    """[rows, 1]: the least logit that min_p, top_k and top_p keep in each row."""
+    edge = torch.full((len(seqs), 1), _NEVER, device=scaled.device)
+    params = [s.params for s in seqs]
+    top = scaled.amax(-1, keepdim=True)
+    if any(p.min_p > 0 for p in params):
+        edge = torch.maximum(edge, top + torch.log(_column((p.min_p for p in params), scaled)))
+    vocab = scaled.shape[1]
+    top_ks = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
+    nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if not (nucleus or any(top_ks)):
+        return edge
+    width = min(vocab, max(*top_ks, _HEAD if nucleus else 1))
+    head = scaled.topk(width, -1).values  # sorted
+    for i, k in enumerate(top_ks):
+        if k:
+            edge[i] = torch.maximum(edge[i], head[i, k - 1])
+    if nucleus:
+        edge[nucleus] = _nucleus(scaled[nucleus], head[nucleus], edge[nucleus], [params[i].top_p for i in nucleus])
+    return edge
+
+
+def _nucleus(scaled: torch.Tensor, head: torch.Tensor, edge: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+    """`edge` raised to the least logit of the smallest set of likeliest tokens with mass top_p; `head` is the sorted
+    beginning of each row of `scaled`."""
+    wanted = _column(top_p, scaled).double()
+    total = scaled.double().masked_fill(scaled < edge, _NEVER).logsumexp(-1, keepdim=True)
+    mass = (head.double().masked_fill(head < edge, _NEVER) - total).exp().cumsum(-1)
+    # A token is kept while the mass before it is under top_p; the likeliest always is.
+    num_kept = (mass < wanted).sum(-1, keepdim=True) + 1
+    if bool((num_kept > head.shape[1]).any()) and head.shape[1] < scaled.shape[1]:
+        return _nucleus(scaled, scaled.sort(-1, descending=True).values, edge, top_p)
+    return torch.maximum(edge, head.gather(1, num_kept.clamp(max=head.shape[1]) - 1))
+
+
+# -- logprobs ---------------------------------------------------------------------------------------------------------
+
+
+def _with_logprobs(raw: torch.Tensor, chosen: torch.Tensor, seqs: Rows[Sequence]) -> list[Token]:
+    tokens = [Token(i) for i in chosen.tolist()]
+    rows = [i for i, s in enumerate(seqs) if s.params.num_logprobs >= 0]
+    if not rows:
+        return tokens
+    logprobs = raw[rows].log_softmax(-1)
+    own = logprobs.gather(1, chosen[rows].unsqueeze(1)).squeeze(1).tolist()
+    most = max(seqs[i].params.num_logprobs for i in rows)
+    values, ids = logprobs.topk(min(most, raw.shape[1]), -1)
+    for row, logprob, top_ids, top_values in zip(rows, own, ids.tolist(), values.tolist(), strict=True):
+        wanted = seqs[row].params.num_logprobs
+        top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
+        tokens[row] = Token(tokens[row].id, logprob, top)
+    return tokens

@@ -1,0 +1,349 @@
+"""What each step computes. One scheduler for every role, and no phases: computed tokens chase known ones.
+
+Prefill half of a pd sequence (`needs_grant`)
+    1. add           WAITING, holding nothing; grants_wanted() names it once it is near the front of the line
+    2. granted       still WAITING; only now may it be admitted, and only with all blocks of its prompt at once
+    3. schedule      RUNNING; each Step names the blocks that became ready to push
+    4. first token   PUSHING, or FINISHED when the token ends it. Blocks stay: a transfer may still read them
+    5. release       blocks are free. Nothing else frees them, not even abort
+
+Decode half
+    1. expect        EXPECTED; call it once the prompt is known and the prefill side has asked, never earlier
+    2. grants_possible   RECEIVING; all blocks of the prompt are its own, growth is counted as committed
+    3. received      in line to run, ahead of local prompts (recompute: the same, with a part left to compute here)
+    4. schedule      RUNNING, one token a step; may be preempted (WAITING, recomputed from its known tokens)
+    5. update, abort FINISHED, blocks free
+
+Why nothing stands still (tests/engine/test_no_deadlock.py): who waits for a grant holds nothing and holds up nobody;
+who holds one waits only for blocks of its own side, held by sequences that run to their end; a received sequence needs
+nothing but a place to run, or gives way; and the oldest that runs may take the blocks of any younger one.
+
+Not thread safe: Engine.lock guards it. Between schedule() and update() everything may be called but schedule(); blocks
+that the step under way still uses are freed by update().
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.engine.admission import Admission
+from server.engine.block_pool import BlockPool
+from server.engine.block_tables import BlockTables
+from server.engine.grant_gate import GrantGate
+from server.engine.limits import Limits
+from server.engine.roster import Roster
+from server.sequence import Batch, SeqId, SeqState, Sequence, Slice, Token
+
+__all__ = ["Counters", "Limits", "Scheduler", "Step"]
+
+
+@dataclass(slots=True)
+class Step:
+    """What one update did for one sequence."""
+
+    seq: Sequence
+    token: Token | None
+    index: int  # of `token` in seq.output
+    finished: bool
+    ready: range  # of seq.block_table: complete now; a prefill half's leave out resident ones, hold the partial last
+
+
+@dataclass(slots=True, frozen=True)
+class Counters:
+    """For load reports. Blocks: used are written ones, granted await their KV, reserved are for growth."""
+
+    num_waiting: int
+    num_running: int
+    num_expected: int
+    num_receiving: int
+    num_received: int  # in line to run
+    num_pushing: int
+    blocks_total: int
+    blocks_used: int
+    blocks_granted: int
+    blocks_reserved: int
+    blocks_free: int
+    grants_open: bool
+    preemptions: int
+    prefix_hit_tokens: int
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, pool: BlockPool, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self._tables = BlockTables(pool)
+        self._roster = Roster()
+        self._admission = Admission(limits, self._tables, self._roster, clock)
+        self._gate = GrantGate(limits, self._tables, self._roster)
+        self._batch: Batch | None = None  # under way
+        self._to_free: list[Sequence] = []  # by the next update()
+        self._generation = 0
+        self._preemptions = 0
+
+    # Any role
+
+    def add(self, seq: Sequence) -> None:
+        """WAITING: to be computed here. Raises CannotFit when that can never be."""
+        self._tables.check_fits(seq, self.limits.max_len)
+        assert seq.id not in self._roster.by_id, "an id is added once"
+        self._roster.move(seq, SeqState.WAITING)
+
+    def abort(self, seq_id: SeqId) -> Sequence | None:
+        """Ends a sequence in any state; None when there is none. A prefill half keeps its blocks until release().
+
+        Of a RECEIVING one, stop the copies into its blocks first (Receiver.revoke).
+        """
+        seq = self._roster.by_id.get(seq_id)
+        if seq is None or seq.state is SeqState.FINISHED:
+            return None
+        self._end(seq)
+        return seq
+
+    # Prefill half of pd
+
+    def grants_wanted(self) -> list[Sequence]:
+        """Whom to ask a grant for now, each once: the next in line, while no more than `ahead` asked ones wait."""
+        roster = self._roster
+        room = self.limits.ahead - len(roster.asked)
+        if room <= 0:
+            return []
+        wanted = self._admission.in_line(s for s in roster.waiting if s.needs_grant and s.id not in roster.asked)[:room]
+        roster.asked.update(seq.id for seq in wanted)
+        return wanted
+
+    def granted(self, seq_id: SeqId, generation: int, num_resident_blocks: int) -> bool:
+        """False: nobody here waits for it (aborted, begun under another grant, said before)."""
+        seq = self._roster.by_id.get(seq_id)
+        if seq is None or seq.state is not SeqState.WAITING or not seq.needs_grant or generation <= seq.generation:
+            return False
+        seq.generation, seq.num_resident_blocks = generation, num_resident_blocks
+        self._roster.asked.add(seq_id)
+        return True
+
+    def release(self, seq_id: SeqId) -> Sequence | None:
+        """Frees a prefill half for good: the other side acknowledged, or nobody will read its blocks any more."""
+        seq = self._roster.by_id.get(seq_id)
+        if seq is None or not seq.needs_grant:
+            return None
+        self._drop(seq)
+        return seq
+
+    # Decode half of pd
+
+    def expect(self, seq: Sequence) -> None:
+        """EXPECTED: wants a grant. Raises CannotFit when it could never have one."""
+        self._tables.check_fits(seq, self.limits.max_len)
+        assert seq.id not in self._roster.by_id, "an id is expected once"
+        self._roster.move(seq, SeqState.EXPECTED)
+
+    def grants_possible(self) -> list[Sequence]:
+        """Grants by arrival what the gate lets through. Preempted sequences, and starved older ones, come first."""
+        if not self._roster.expected:
+            return []
+        granted = self._gate.grant(self._admission.may_be_granted(), self._admission.horizon)
+        for seq in granted:
+            self._generation += 1
+            seq.generation = self._generation
+            self._roster.move(seq, SeqState.RECEIVING)
+        return granted
+
+    def received(self, seq_id: SeqId, token: Token) -> Sequence | None:
+        """All KV is here, and the first token: in line to run. None when it is not awaited (late, aborted)."""
+        return self.recompute(seq_id, None, token)
+
+    def recompute(self, seq_id: SeqId, num_verified_blocks: int | None, token: Token | None = None) -> Sequence | None:
+        """The transfer brings no more: go on from the first verified blocks (None: all of them) by local prefill.
+
+        It keeps its blocks and its place. Pass `token` if the first one is known; else it is sampled here.
+        """
+        seq = self._roster.receiving.get(seq_id)
+        if seq is None:
+            return None
+        size, num_known = self._tables.pool.block_size, seq.num_tokens
+        num_verified = num_known
+        if num_verified_blocks is not None:
+            num_verified = min(max(num_verified_blocks, seq.num_resident_blocks) * size, num_known)
+        seq.num_computed = num_verified if token is not None else min(num_verified, num_known - 1)
+        self._tables.wrote(seq, seq.num_resident_blocks * size, seq.num_computed)
+        self._roster.arrived(seq)
+        if token is not None:
+            self._append(seq, token)
+        return seq
+
+    # What one step computes
+
+    def schedule(self) -> Batch:
+        """Sequences that decode first, oldest first; then prompts, under way and new in one line."""
+        assert self._batch is None, "one step at a time: update() first"
+        self._start_received()
+        slices: list[Slice] = []
+        prompts = self._decode(slices)
+        if prompts or self._roster.waiting:
+            self._prefill(slices, prompts)
+        batch = Batch(slices)
+        self._batch = batch if slices else None
+        return batch
+
+    def _start_received(self) -> None:
+        while self._roster.received and len(self._roster.running) < self.limits.max_running:
+            self._roster.move(self._roster.received[0], SeqState.RUNNING)
+
+    def _decode(self, slices: list[Slice]) -> list[Sequence]:
+        """Adds the sequences with one pending token; returns the others, prompts under way."""
+        prompts: list[Sequence] = []
+        running, budget, place = self._roster.running, self.limits.token_budget, 0
+        while place < len(running):  # it grows shorter at its end when someone is preempted
+            seq = running[place]
+            place += 1
+            if seq.num_pending > 1:
+                prompts.append(seq)
+            elif len(slices) < budget and self._has_slot(seq, place):
+                slices.append(Slice(seq, seq.num_computed, 1))
+        return prompts
+
+    def _has_slot(self, seq: Sequence, place: int) -> bool:
+        """Makes room for the next token. When nobody gives way, it sits this step out and keeps its blocks."""
+        if self._tables.num_slots(seq):
+            return True
+        while not self._tables.pool.num_free:
+            victim = self._victim(place)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        self._tables.grow(seq)
+        return True
+
+    def _victim(self, place: int) -> Sequence | None:
+        """The last that does not run yet, else the youngest after `place`. Never one whose blocks a transfer uses."""
+        if self._roster.received:
+            return self._roster.received[-1]
+        return next((seq for seq in reversed(self._roster.running[place:]) if not seq.needs_grant), None)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._tables.free(seq)
+        seq.num_computed = 0
+        self._roster.move(seq, SeqState.WAITING)
+        self._roster.preempted.add(seq.id)
+        self._preemptions += 1
+
+    def _prefill(self, slices: list[Slice], prompts: list[Sequence]) -> None:
+        """Packs prompts until the step is full. One that is refused stops others that wait, not those running."""
+        room, num_prompts, can_admit = self._prompt_room(len(slices)), len(prompts), True
+        for seq in self._admission.in_line(prompts + self._admission.candidates()):
+            if room <= 0:
+                return
+            if seq.state is SeqState.WAITING:
+                can_admit = can_admit and num_prompts < self.limits.max_seqs and self._admission.admit(seq)
+                if not can_admit:
+                    continue
+                num_prompts += 1
+            # A first token that came with a failed transfer has no slot yet: it is left for _decode.
+            num_tokens = min(room, seq.num_pending, self._tables.num_slots(seq))
+            slices.append(Slice(seq, seq.num_computed, num_tokens))
+            room -= num_tokens
+
+    def _prompt_room(self, num_decoding: int) -> int:
+        room = min(self.limits.token_budget - num_decoding, self.limits.chunk_tokens)
+        if num_decoding and self.limits.local_prefill_tokens is not None:
+            return min(room, self.limits.local_prefill_tokens)
+        return room
+
+    # What came of it
+
+    def update(self, batch: Batch, tokens: list[Token | None]) -> list[Step]:
+        """Takes the step's tokens, one a slice. Slices of sequences aborted meanwhile are passed over."""
+        self._batch = None
+        for seq in self._to_free:
+            self._tables.free(seq)
+        self._to_free.clear()
+        pairs = zip(batch.slices, tokens, strict=True)
+        return [self._advance(piece, token) for piece, token in pairs if piece.seq.state is SeqState.RUNNING]
+
+    def _advance(self, piece: Slice, token: Token | None) -> Step:
+        seq, stop, samples = piece.seq, piece.start + piece.num_tokens, piece.samples
+        assert token is not None or not samples, "a slice that reaches the last known token brings the next one"
+        self._tables.wrote(seq, piece.start, stop)
+        seq.num_computed = stop
+        ready = self._ready(piece, stop)
+        if token is None or not samples:
+            return Step(seq, None, -1, False, ready)
+        self._append(seq, token)
+        if seq.needs_grant and not seq.finish_reason:
+            self._roster.move(seq, SeqState.PUSHING)
+        return Step(seq, token, len(seq.output) - 1, bool(seq.finish_reason), ready)
+
+    def _ready(self, piece: Slice, stop: int) -> range:
+        seq, size = piece.seq, self._tables.pool.block_size
+        if not seq.needs_grant:
+            return range(piece.start // size, stop // size)
+        first = 0 if piece.start == seq.num_cached else piece.start // size  # prefix hits come with the first chunk
+        last = self._tables.blocks_for(stop) if piece.samples else stop // size
+        return range(max(first, seq.num_resident_blocks), last)
+
+    def _append(self, seq: Sequence, token: Token) -> None:
+        seq.output.append(token.id)
+        seq.finish_reason = self._end_reason(seq)
+        if seq.finish_reason:
+            self._end(seq)
+
+    def _end_reason(self, seq: Sequence) -> str:
+        params, num_output = seq.params, len(seq.output)
+        if num_output >= params.min_tokens and seq.output[-1] in params.stop_token_ids:
+            return "stop"
+        # A prefill half ends by the decode side's pool, which may be larger.
+        max_len = self.limits.max_len if seq.needs_grant else min(self.limits.max_len, self._tables.capacity)
+        return "length" if num_output >= params.max_tokens or seq.num_tokens >= max_len else ""
+
+    def _end(self, seq: Sequence) -> None:
+        """Out of the schedule for good."""
+        if seq.needs_grant and seq.block_table:
+            self._roster.hold(seq)
+        else:
+            self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        self._roster.move(seq, SeqState.FINISHED)
+        if seq.output:  # aborted ones too: a stop string found by the router ends a sequence so
+            self._gate.lengths.add(len(seq.output))
+        if self._batch is not None and any(piece.seq is seq for piece in self._batch.slices):
+            self._to_free.append(seq)
+        else:
+            self._tables.free(seq)
+
+    # What others may see
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() might find something to compute."""
+        return bool(self._roster.waiting or self._roster.running or self._roster.received)
+
+    def get(self, seq_id: SeqId) -> Sequence | None:
+        return self._roster.by_id.get(seq_id)
+
+    def counters(self) -> Counters:
+        roster, pool = self._roster, self._tables.pool
+        granted = sum(len(seq.block_table) - seq.num_resident_blocks for seq in roster.receiving.values())
+        return Counters(
+            num_waiting=len(roster.waiting),
+            num_running=len(roster.running),
+            num_expected=len(roster.expected),
+            num_receiving=len(roster.receiving),
+            num_received=len(roster.received),
+            num_pushing=len(roster.held),
+            blocks_total=pool.num_usable,
+            blocks_used=pool.num_used - granted,
+            blocks_granted=granted,
+            blocks_reserved=self._gate.num_reserved,
+            blocks_free=pool.num_free,
+            grants_open=self._gate.is_open,
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._tables.prefix_hit_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless queues, states, block tables and the pool agree. For tests."""
+        self._roster.check_integrity()
+        seqs = [*self._roster.by_id.values(), *self._to_free]
+        self._tables.pool.check_integrity(seq.block_table for seq in seqs)
+        for seq in seqs:
+            assert seq.num_computed <= len(seq.block_table) * self._tables.pool.block_size
+            assert seq.num_computed < seq.num_tokens or seq.needs_grant or seq.state is SeqState.FINISHED

@@ -1,0 +1,280 @@
+"""The prefill worker: reads prompts, hands their KV to a decode worker, and says the first token.
+
+    WAITING   the router's Prefill is here. The next few in line ask their decode worker for a grant (GrantRequest).
+    (granted) Grant is here; the scheduler admits the sequence once all of its own blocks are free.
+    RUNNING   after each compute chunk its finished blocks go to the transfer thread while the next one is computed.
+    PUSHING   token 0 went to the router and to the decode worker; blocks stay until decode says Done(received), so that
+              a lost chunk can be sent again.
+    FINISHED  no post reads the blocks any more, and they are free.
+
+One connection to each decode worker carries control messages; its end ends the transfer path too, and is made anew.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from server.boot import Boot
+from server.engine.engine import StepResult
+from server.engine.scheduler import Step
+from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
+from server.ledger import Entry
+from server.messages import Abort, Done, Grant, GrantRequest, Prefill, Renew, SeqToken, SlotCredit, Tokens
+from server.sequence import SeqId, Sequence
+from server.transfer.build import sending_side
+from server.wire import Channel, connect, greet
+from server.worker import Worker, main
+
+RENEW_S = 3.0
+RELINK_S = (0.1, 2.0)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillEntry(Entry):
+    """`link` leads to the decode worker; None = the whole sequence is computed here."""
+
+    link: Channel | None = None
+    is_asked: bool = False
+    is_granted: bool = False
+    is_opened: bool = False  # the sender knows it
+    is_handed_over: bool = False
+
+
+class PrefillWorker(Worker[PrefillEntry]):
+    """Adds grants and pushes to a worker."""
+
+    role = "prefill"
+
+    def __init__(self, boot: Boot) -> None:
+        super().__init__(boot)
+        self.links: dict[str, Channel] = {}
+        self._renewed = 0.0
+
+    def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
+        return super().handlers() | {Grant: self.on_grant, SlotCredit: self.on_credit, Done: self.on_done}
+
+    # -- links to decode workers ---------------------------------------------------------------------------------
+
+    def start_transfer(self) -> None:
+        pool = self.engine.runner.pool
+        side = sending_side(
+            self.boot.config.transfer,
+            self.me.instance,
+            pool.blocks,
+            pool.spec.block_size,
+            on_released=self._released,
+            on_failed=lambda id, reason: self.soon(self._push_failed, id, reason),
+            on_peer_lost=lambda peer, reason: self.soon(self._path_lost, peer, reason),
+        )
+        self.transfer, self.sender = side.thread, side.sender
+        self.transfer.start()
+
+    def stop_transfer(self) -> None:
+        self.transfer.close()
+
+    def start_links(self) -> None:
+        for name, address in self.boot.addresses.items():
+            if name.startswith("decode-"):
+                self.spawn(self._link(name, address))
+
+    async def _link(self, name: str, address: str) -> None:
+        """Keeps one connection to `name`, for ever."""
+        delay = RELINK_S[0]
+        while True:
+            try:
+                channel = await connect(address)
+                await greet(channel, self.me, self.secret, self.card())
+            except HandshakeRefused as error:
+                logger.error("%s refuses this worker: %s", name, error)
+                delay = RELINK_S[1]
+            except (PeerLost, ProtocolError, TimeoutError):
+                delay = min(RELINK_S[1], delay * 2)
+            else:
+                delay = RELINK_S[0]
+                await self.converse(channel)
+            await asyncio.sleep(delay)
+
+    def joined(self, channel: Channel) -> None:
+        if channel.peer.role == "decode" and channel.card is not None:
+            self.links[channel.peer.name] = channel
+            self.transfer.call(self.sender.connect_peer, channel.peer.instance, channel.card.offer)
+
+    def lost(self, channel: Channel) -> None:
+        super().lost(channel)
+        if self.links.get(channel.peer.name) is channel:
+            del self.links[channel.peer.name]
+            self.transfer.peer_gone(channel.peer.instance, "control connection lost")
+        for entry in self.ledger:
+            if entry.link is channel and entry.is_handed_over:
+                self.drop(entry, "decode worker lost")  # the router waits for decode by now, and sees the loss itself
+            elif entry.link is channel:
+                self.fail(entry, f"{channel.peer.name} was lost")
+
+    def _path_lost(self, peer: str, reason: str) -> None:
+        """The transfer path ended before its control connection: both go, and come back together."""
+        for name, channel in list(self.links.items()):
+            if channel.peer.instance == peer:
+                logger.warning("transfer path to %s ended: %s", name, reason)
+                channel.abort()
+
+    # -- WAITING: ask for grants, take them ----------------------------------------------------------------------
+
+    def new_entry(self, seq: Sequence, owner: Channel) -> Entry:
+        return PrefillEntry(seq, owner, heard=self.clock())
+
+    def on_prefill(self, channel: Channel, message: Prefill) -> None:
+        if not message.decode:
+            super().on_prefill(channel, message)
+            return
+        if self.ledger.knew(message.id):
+            return
+        seq = Sequence(
+            message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt, needs_grant=True
+        )
+        entry = cast("PrefillEntry", self.new_entry(seq, channel))
+        entry.link = self.links.get(message.decode)
+        self.ledger.add(entry)
+        if entry.link is None:
+            self.fail(entry, f"{self.me.name} has no connection to {message.decode}")
+            return
+        self.admit(entry)
+        self._ask()
+
+    def _ask(self) -> None:
+        with self.engine.lock:
+            wanted = self.engine.scheduler.grants_wanted()
+        for seq in wanted:
+            entry = self.ledger.get(seq.id)
+            if entry is not None and entry.link is not None:
+                entry.is_asked = True
+                entry.mark("grant_asked", self.clock())
+                entry.link.send(GrantRequest(seq.id, len(seq.prompt)))
+
+    def on_grant(self, channel: Channel, message: Grant) -> None:
+        entry = self.ledger.get(message.id)
+        if entry is None or entry.link is not channel:
+            channel.send(Abort(message.id, "not wanted any more"))
+        elif message.missing:
+            self.transfer.call(self.sender.resend, message.id, message.missing)
+        elif not entry.is_granted:
+            entry.is_granted = True
+            entry.mark("granted", self.clock())
+            with self.engine.lock:
+                self.engine.scheduler.granted(message.id, message.generation, message.num_resident_blocks)
+            self.wake()
+
+    def on_credit(self, channel: Channel, message: SlotCredit) -> None:
+        self.transfer.call(self.sender.credit, channel.peer.instance, message.slots)
+
+    # -- RUNNING: push what is computed --------------------------------------------------------------------------
+
+    def stepped(self, result: StepResult) -> None:
+        with self.engine.lock:  # a drop on the control thread comes wholly before or wholly after
+            for step in result.steps:
+                entry = self.ledger.get(step.seq.id)
+                if entry is not None and entry.link is not None and not entry.is_dropped:
+                    self._push(entry, step)
+
+    def _push(self, entry: PrefillEntry, step: Step) -> None:
+        seq = entry.seq
+        if not entry.is_opened and entry.link is not None:
+            entry.is_opened = True
+            self.transfer.call(
+                self.sender.open,
+                seq.id,
+                entry.link.peer.instance,
+                seq.generation,
+                list(seq.block_table),
+                len(seq.prompt),
+                seq.num_resident_blocks,
+            )
+        self.transfer.call(self.sender.push, seq.id, step.ready.stop)
+
+    # -- PUSHING: hand over, let go ------------------------------------------------------------------------------
+
+    def advanced(self, entry: PrefillEntry, step: Step) -> None:
+        if entry.link is None:
+            super().advanced(entry, step)
+            return
+        if step.token is None:
+            return
+        entry.mark("end", self.clock())
+        seq = entry.seq
+        if step.finished:
+            entry.owner.send(Done(seq.id, seq.finish_reason, seq.num_cached, entry.stages))
+            self.drop(entry, "ended with its first token")
+            return
+        entry.is_handed_over = True
+        entry.link.send(Tokens((SeqToken(seq.id, 0, step.token),)))
+        entry.owner.send(Done(seq.id, "handed_over", seq.num_cached, entry.stages))
+
+    def after_step(self) -> None:
+        self._ask()
+
+    def on_done(self, channel: Channel, message: Done) -> None:
+        entry = self.ledger.get(message.id)
+        if entry is not None and entry.link is channel:
+            self._let_go(entry)
+
+    def on_abort(self, channel: Channel, message: Abort) -> None:
+        entry = self.ledger.get(message.id)
+        if entry is not None and entry.link is channel:
+            self._let_go(
+                entry
+            )  # decode goes on without us, or has been told to stop: no answer to it, none to the router
+        else:
+            super().on_abort(channel, message)
+
+    def drop(self, entry: PrefillEntry, reason: str) -> None:
+        if entry.is_asked and entry.link is not None:
+            entry.link.send(Abort(entry.id, reason))
+        self._let_go(entry)
+
+    def _let_go(self, entry: PrefillEntry) -> None:
+        """Ends the sequence here; its blocks follow once no post reads them."""
+        with self.engine.lock:
+            entry.is_dropped = True
+            self.engine.scheduler.abort(entry.id)
+        self.ledger.bury(entry.id, self.clock())
+        if entry.is_opened:
+            self.transfer.call(self.sender.drop, entry.id)
+        elif entry.link is not None:
+            self._released(entry.id)
+        self.wake()
+
+    def _released(self, id: SeqId) -> None:
+        """On any thread: nothing reads the sequence's blocks any more."""
+        with self.engine.lock:
+            self.engine.scheduler.release(id)
+        self.wake()
+        self.soon(self._ask)
+
+    def _push_failed(self, id: SeqId, reason: str) -> None:
+        entry = self.ledger.get(id)
+        if entry is not None:
+            logger.warning("%s: %s", id, reason)
+
+    # -- timers --------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        if now - self._renewed < RENEW_S:
+            return
+        self._renewed = now
+        held: dict[Channel, list[SeqId]] = {}
+        for entry in self.ledger:
+            if entry.is_granted and entry.link is not None:
+                held.setdefault(entry.link, []).append(entry.id)
+        for channel, ids in held.items():
+            channel.send(Renew(tuple(ids)))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(PrefillWorker))
+    except PdctlError as error:
+        sys.exit(error.message)

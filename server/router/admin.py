@@ -1,0 +1,195 @@
+"""What operators and probes ask: health without a key, state and stage records with the admin key.
+
+/livez     the process answers
+/startupz  every route was proven once
+/readyz    started, not draining, and at least one route can serve; /health is the same, with an empty body
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from server.metrics import RouterMetrics, Sample
+from server.router.app import guarded
+from server.router.dispatch import Dispatcher
+from server.router.errors import ApiError, unavailable
+from server.router.http import Keys, json_response
+from server.router.probe import Prober
+from server.router.spec import openapi
+from server.router.timing import Recent
+from server.router.workers import Worker
+
+
+def version() -> str:
+    try:
+        return metadata.version("pdctl")
+    except metadata.PackageNotFoundError:
+        return "0+source"
+
+
+class Health:
+    """Whether the router takes work, and why not."""
+
+    def __init__(self, dispatcher: Dispatcher, prober: Prober) -> None:
+        self._dispatcher = dispatcher
+        self._prober = prober
+        self.is_draining = False
+
+    @property
+    def state(self) -> str:
+        if self.is_draining:
+            return "draining"
+        if not self._prober.started.is_set():
+            return "starting"
+        return "ready" if self._dispatcher.can_serve else "no worker"
+
+    def refusal(self) -> ApiError | None:
+        match self.state:
+            case "draining":
+                return unavailable("the server is shutting down", "draining", 5)
+            case "starting":
+                return unavailable("the server is starting", "starting", 5)
+            case "no worker":
+                return unavailable("no worker is ready", "no_worker", 2)
+        return None
+
+
+class Admin:
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        health: Health,
+        prober: Prober,
+        metrics: RouterMetrics,
+        recent: Recent,
+        keys: Keys,
+        names: list[str],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._health = health
+        self._prober = prober
+        self._metrics = metrics
+        self._recent = recent
+        self._keys = keys
+        self._names = names
+        self._started = time.time()
+        metrics.add_samples(self._samples)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/livez", self.livez),
+            Route("/startupz", self.startupz),
+            Route("/readyz", self.readyz),
+            Route("/health", self.health),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            Route("/openapi.json", self.spec),
+            Route("/admin/state", guarded(self.state)),
+            Route("/admin/requests/{name}", guarded(self.request)),
+        ]
+
+    # open
+
+    async def livez(self, _: Request) -> Response:
+        return json_response({"status": "alive"})
+
+    async def startupz(self, _: Request) -> Response:
+        return _status(self._prober.started.is_set(), self._health.state)
+
+    async def readyz(self, _: Request) -> Response:
+        return _status(self._health.state == "ready", self._health.state)
+
+    async def health(self, _: Request) -> Response:
+        refusal = self._health.refusal()
+        return Response(status_code=200) if refusal is None else Response(status_code=503, headers=refusal.headers)
+
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": version()})
+
+    async def metrics(self, _: Request) -> Response:
+        self._metrics.waiting.set(self._dispatcher.waiting)
+        self._metrics.running.set(self._dispatcher.running)
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def spec(self, _: Request) -> Response:
+        return json_response(openapi(version()))
+
+    # with the admin key
+
+    async def state(self, request: Request) -> Response:
+        self._keys.check(request.headers)
+        dispatcher = self._dispatcher
+        router = {
+            "state": self._health.state,
+            "instance": dispatcher.workers.me.instance,
+            "pid": os.getpid(),
+            "up_s": round(time.time() - self._started, 1),
+            "waiting": dispatcher.waiting,
+            "running": dispatcher.running,
+            "queue_high": dispatcher.queue_high,
+            "models": self._names,
+        }
+        routes = {
+            route.name: {"proven": dispatcher.is_proven(route), **self._prober.detail.get(route.name, {})}
+            for route in dispatcher.routes
+        }
+        workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
+        # Knobs are not changed here yet: the profile is revision 1.
+        return json_response({"version": 1, "rev": 1, "router": router, "routes": routes, "workers": workers})
+
+    async def request(self, request: Request) -> Response:
+        self._keys.check(request.headers)
+        found = self._recent.get(request.path_params["name"])
+        if found is None:
+            raise ApiError(404, "no such request among the last ones", param="id", code="not_found")
+        name, records = found
+        sequences = [
+            {**record.as_dict(), "output_tokens": record.output_tokens, "reason": record.reason} for record in records
+        ]
+        body = {"id": name, "request_id": records[0].request, "pdctl": records[0].as_dict(), "sequences": sequences}
+        return json_response(body)
+
+    def _samples(self) -> Iterable[Sample]:
+        for worker in self._dispatcher.workers.all.values():
+            labels = {"worker": worker.name, "role": worker.role}
+            yield "pdctl_worker_up", "1 while connected", labels, float(worker.is_connected)
+            yield "pdctl_worker_open", "Sequences the router has there", labels, float(len(worker.open))
+            for name, value in _load(worker).items():
+                if isinstance(value, int | float):
+                    yield f"pdctl_worker_{name}", f"Load.{name} as last reported", labels, float(value)
+
+
+def _status(is_good: bool, state: str) -> Response:
+    headers = {} if is_good else {"Retry-After": "5"}
+    return json_response({"status": state}, 200 if is_good else 503, headers)
+
+
+def _load(worker: Worker) -> dict[str, Any]:
+    return {} if worker.load is None else msgspec.structs.asdict(worker.load)
+
+
+def _worker(worker: Worker) -> dict[str, Any]:
+    now = time.monotonic()
+    heartbeat = worker.heartbeat
+    return {
+        "name": worker.name,
+        "role": worker.role,
+        "state": "busy" if worker.is_connected and worker.is_busy else worker.state,
+        "reason": worker.reason,
+        "instance": worker.instance,
+        "pid": worker.pid,
+        "address": worker.address,
+        "open": len(worker.open),
+        "load": _load(worker) or None,
+        "load_age_s": None if worker.load is None else round(now - worker.load_at, 3),
+        "heartbeat": None if heartbeat is None else msgspec.structs.asdict(heartbeat),
+        "heartbeat_age_s": None if heartbeat is None else round(now - worker.heartbeat_at, 3),
+    }

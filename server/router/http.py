@@ -1,0 +1,173 @@
+"""What every endpoint needs of HTTP: the gate, bodies, errors, event streams, and a client that may leave.
+
+1. `Gate` gives each request an id, asks for a key where one is set, and refuses while the router starts or drains.
+2. `read_body` stops at the limit. `json_response` and `error_response` write what msgspec encodes.
+3. `until_disconnect` runs a coroutine for as long as the client is there; `EventStream` does the same for a stream.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.router.errors import ApiError
+
+MAX_BODY = 32 * 2**20
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_KEYED = ("/v1/", "/tokenize", "/detokenize")
+_WORK = ("/v1/chat/", "/v1/completions")
+
+T = TypeVar("T")
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body, error.status, error.headers)
+
+
+def request_id(request: Request) -> str:
+    return str(request.scope["state"]["request_id"])
+
+
+class Keys:
+    """Accepted keys; none = everybody is let in."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self._keys = keys
+
+    def check(self, headers: Headers) -> None:
+        """Raises ApiError 401. `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
+        if not self._keys:
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        # Every key is compared, so that the time taken tells nothing about which one is near.
+        if sum(hmac.compare_digest(given.encode(), key) for key in self._keys) == 0:
+            what = "is not valid" if given else "is missing: send Authorization: Bearer KEY"
+            raise ApiError(401, f"the API key {what}", kind="authentication_error", code="invalid_api_key")
+
+
+class Gate:
+    """ASGI middleware around the whole app. `refusal` says why no work is taken at the moment, if so."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, refusal: Callable[[], ApiError | None]) -> None:
+        self._app = app
+        self._keys = keys
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        path: str = scope["path"]
+        if scope["method"] == "OPTIONS" or not path.startswith(_KEYED):
+            return
+        self._keys.check(headers)
+        if path.startswith(_WORK) and (refusal := self._refusal()) is not None:
+            raise refusal
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises ApiError 413."""
+    too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdecimal() and int(length) > MAX_BODY:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise too_large
+    return bytes(body)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """`work`'s result. Raises ClientDisconnect when the client leaves first; `work` has ended by then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, watch):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(EventSourceResponse):
+    """A started stream: `first` is the coming first event of `events`.
+
+    LF only and no pings: CRLF and comments break clients that read line by line. Events come as whole bytes.
+    """
+
+    def __init__(
+        self, first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None], keepalive_s: float = 0.0
+    ) -> None:
+        super().__init__(
+            self._all(),
+            sep="\n",
+            ping=keepalive_s,
+            ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
+            headers={"Cache-Control": "no-cache"},
+        )
+        self._first = first
+        self._events = events
+
+    async def _all(self) -> AsyncGenerator[bytes, None]:
+        yield await self._first
+        async for chunk in self._events:
+            yield chunk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # Also for a response that the client left before its first event: nobody else closes the generator then.
+            await close_stream(self._first, self._events)
+
+
+async def close_stream(first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
+    """Ends `events` wherever it is."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await events.aclose()

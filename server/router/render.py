@@ -1,0 +1,276 @@
+"""Outputs as OpenAI's JSON: whole bodies and stream chunks of chat and of completions.
+
+1. A `Format` sees every output of a request in order and makes the chunks for it, or adds it to the choices of a body.
+2. First chunk of a chat choice: the role, in one write with the first token. Last: an empty delta with finish_reason.
+3. Usage is counted by the job; the stage record rides on the body, or on the last JSON chunk.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from server.router.generate import Job, Output
+from server.router.text import Piece, Text
+
+LOWEST_LOGPROB = -9999.0
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+# Line iterators of some clients split at these, within a JSON string too.
+_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    body = _encode(data)
+    for raw, escaped in _LINE_ENDS:
+        if raw in body:
+            body = body.replace(raw, escaped)
+    return b"data: " + body + b"\n\n"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice so far. What is not sent yet (tokens without text) waits in `pieces` and `ids`."""
+
+    text: str = ""
+    offset: int = 0  # of the output within the text: the length of an echo
+    pieces: list[Piece] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    is_begun: bool = False
+
+
+class Format:
+    """Base of both. `with_timing` adds the stage record of the first choice."""
+
+    object = ""
+    chunk_object = ""
+
+    def __init__(self, job: Job, text: Text, with_timing: bool) -> None:
+        self._job = job
+        self._text = text
+        self._with_timing = with_timing
+        self._choices: list[_Choice] = []
+        self._skip_special = job.request.skip_special_tokens is not False
+
+    # streamed
+
+    def chunks(self, output: Output) -> bytes:
+        """The events for `output`, b"" when it has nothing to say yet."""
+        choice = self._choice(output.index)
+        choice.pieces += output.delta.pieces
+        if self._job.request.return_token_ids:
+            choice.ids += output.delta.ids
+        parts = [] if choice.is_begun else self._opening(output.index, choice)
+        choice.is_begun = True
+        if output.delta.text or choice.pieces or choice.ids:
+            parts.append(self._content(output.index, choice, output.delta.text))
+            choice.pieces, choice.ids = [], []
+        if output.finish_reason:
+            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            parts.append(self._last(output.index, choice))
+        if not parts:
+            return b""
+        chunks = [self._chunk(part) for part in parts]
+        if self._is_over and not self._job.request.include_usage:
+            self._add_timing(chunks[-1])
+        return b"".join(event(chunk) for chunk in chunks)
+
+    def usage_chunk(self) -> bytes:
+        """The extra last chunk, when it was asked for."""
+        if not self._job.request.include_usage:
+            return b""
+        chunk = {**self._head(self.chunk_object), "choices": [], "usage": self.usage()}
+        self._add_timing(chunk)
+        return event(chunk)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head(self.chunk_object), "choices": [choice]}
+        if self._job.request.continuous_usage:
+            chunk["usage"] = self.usage()
+        return chunk
+
+    @property
+    def _is_over(self) -> bool:
+        return len(self._choices) > 0 and all(choice.finish_reason for choice in self._choices)
+
+    # whole
+
+    def add(self, output: Output) -> None:
+        choice = self._choice(output.index)
+        choice.text += output.delta.text
+        choice.pieces += output.delta.pieces
+        choice.ids += output.delta.ids
+        if output.finish_reason:
+            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+
+    def body(self) -> bytes:
+        body = {
+            **self._head(self.object),
+            "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
+            "usage": self.usage(),
+        }
+        self._add_timing(body)
+        return _encode(body)
+
+    # shared
+
+    def usage(self) -> dict[str, Any]:
+        job = self._job
+        return {
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": job.completion_tokens,
+            "total_tokens": job.prompt_tokens + job.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
+        }
+
+    def _choice(self, index: int) -> _Choice:
+        if not self._choices:
+            self._choices = [self._new_choice(i) for i in range(len(self._job.records))]
+        return self._choices[index]
+
+    def _new_choice(self, index: int) -> _Choice:
+        echo = self._echo(index)
+        return _Choice(text=echo, offset=len(echo))
+
+    def _echo(self, index: int) -> str:
+        echoes = self._job.echoes
+        return echoes[index // self._job.request.num_choices] if echoes else ""
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return self._job.prompts[index // self._job.request.num_choices]
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._job.model}
+
+    def _add_timing(self, body: dict[str, Any]) -> None:
+        if self._with_timing and self._job.records:
+            body["pdctl"] = self._job.records[0].as_dict()
+
+    def _piece(self, token_id: int) -> tuple[str, bytes]:
+        raw = self._text.piece(token_id)
+        shown = raw.decode(errors="replace")
+        # A special token that the text leaves out adds no bytes to it.
+        return shown, b"" if self._skip_special and self._text.is_special(token_id) else raw
+
+    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatFormat(Format):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+        part = self._delta(index, {"role": "assistant", "content": ""})
+        parts = [part]
+        if self._job.request.return_token_ids:
+            part["prompt_token_ids"] = self._prompt_ids(index)
+        if choice.text:
+            parts.append(self._delta(index, {"content": choice.text}))
+        return parts
+
+    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+        part = self._delta(index, {"content": text})
+        if choice.pieces:
+            part["logprobs"] = self._logprobs(choice.pieces)
+        if choice.ids:
+            part["token_ids"] = choice.ids
+        return part
+
+    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+        return {**self._delta(index, {}), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        wants_logprobs = self._job.request.num_logprobs >= 0
+        body = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.pieces) if wants_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._job.request.return_token_ids:
+            body |= {"prompt_token_ids": self._prompt_ids(index), "token_ids": choice.ids}
+        return body
+
+    @staticmethod
+    def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        return {"content": [self._content_logprob(piece) for piece in pieces], "refusal": None}
+
+    def _content_logprob(self, piece: Piece) -> dict[str, Any]:
+        top = [
+            self._entry(token_id, logprob) for token_id, logprob in piece.token.top[: self._job.request.num_logprobs]
+        ]
+        return {**self._entry(piece.token.id, piece.token.logprob), "top_logprobs": top}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        shown, raw = self._piece(token_id)
+        return {"token": shown, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
+
+
+class CompletionFormat(Format):
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+        part = self._part(index, choice.text)
+        if self._job.request.return_token_ids:
+            part["prompt_token_ids"] = self._prompt_ids(index)
+        return [part] if choice.text or self._job.request.return_token_ids else []
+
+    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+        part = self._part(index, text)
+        if choice.pieces:
+            part["logprobs"] = self._logprobs(choice)
+        if choice.ids:
+            part["token_ids"] = choice.ids
+        return part
+
+    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+        return {**self._part(index, ""), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        body = {
+            **self._part(index, choice.text),
+            "logprobs": self._logprobs(choice) if self._job.request.num_logprobs >= 0 else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._job.request.return_token_ids:
+            body |= {"prompt_token_ids": self._prompt_ids(index), "token_ids": choice.ids}
+        return body
+
+    @staticmethod
+    def _part(index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, choice: _Choice) -> dict[str, Any]:
+        tokens = [piece.token for piece in choice.pieces]
+        return {
+            "tokens": [self._piece(token.id)[0] for token in tokens],
+            "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
+            "top_logprobs": [self._top(token.id, token.logprob, token.top) for token in tokens],
+            "text_offset": [choice.offset + piece.offset for piece in choice.pieces],
+        }
+
+    def _top(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, float]:
+        """Most likely first; the sampled token's own is always among them."""
+        out: dict[str, float] = {}
+        for i, value in (*top[: self._job.request.num_logprobs], (token_id, logprob)):
+            out.setdefault(self._piece(i)[0], max(value, LOWEST_LOGPROB))
+        return out

@@ -1,0 +1,91 @@
+"""/openapi.json: small and hand-written; what a request may hold, in the words of OpenAPI 3.1."""
+
+from typing import Any
+
+_STRING = {"type": ["string", "null"]}
+_INT = {"type": ["integer", "null"]}
+_NUMBER = {"type": ["number", "null"]}
+_BOOL = {"type": ["boolean", "null"]}
+_IDS = {"type": ["array", "null"], "items": {"type": "integer"}}
+_OBJECT = {"type": ["object", "null"]}
+
+_COMMON: dict[str, Any] = {
+    "model": _STRING,
+    "max_tokens": _INT,
+    "n": _INT,
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("top_k", "seed", "min_tokens", "truncate_prompt_tokens"), _INT),
+    "stop": {"anyOf": [_STRING, {"type": "array", "items": {"type": "string"}}]},
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _IDS),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream", "echo"), _BOOL),
+    "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL},
+    },
+}
+_MESSAGES = {
+    "type": ["array", "null"],
+    "items": {"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}}},
+}
+_CHAT = {
+    **_COMMON,
+    "messages": {**_MESSAGES, "type": "array"},
+    "max_completion_tokens": _INT,
+    "logprobs": _BOOL,
+    "top_logprobs": _INT,
+    "add_generation_prompt": _BOOL,
+    "continue_final_message": _BOOL,
+    "chat_template_kwargs": _OBJECT,
+}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+_COMPLETION = {**_COMMON, "prompt": _PROMPT, "logprobs": _INT}
+_ERRORS = {
+    "400": "a field cannot be served",
+    "401": "no valid API key",
+    "404": "no such model",
+    "413": "body too large",
+    "429": "queue full",
+    "503": "starting, draining, or no worker",
+    "504": "request time limit",
+}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdctl", "version": version},
+        "paths": {
+            "/v1/models": {"get": _operation("served models")},
+            "/v1/chat/completions": {"post": _operation("chat", _CHAT, ["messages"], stream)},
+            "/v1/completions": {"post": _operation("completion", _COMPLETION, ["prompt"], stream)},
+            "/tokenize": {"post": _operation("token ids", {"prompt": _STRING, "messages": _MESSAGES})},
+            "/detokenize": {"post": _operation("text", {"tokens": _IDS}, ["tokens"])},
+            "/version": {"get": _operation("version")},
+        },
+    }
+
+
+def _operation(
+    summary: str,
+    properties: dict[str, Any] | None = None,
+    required: list[str] | None = None,
+    more: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"type": "object"}}, **(more or {})}
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
+    responses |= {status: {"description": text} for status, text in _ERRORS.items()}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if properties is not None:
+        schema = {"type": "object", "properties": properties, "required": required or []}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

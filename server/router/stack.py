@@ -1,0 +1,100 @@
+"""The router's parts, put together once: what `__main__` runs, and tests too.
+
+starting   workers connect, probes go through every route
+ready      `started` is set
+draining   `drain`: new work is refused, what runs may end
+stopped    `stop`: connections closed
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from server.boot import Boot, Status
+from server.card import text_facts
+from server.errors import StartError
+from server.messages import Card
+from server.metrics import RouterMetrics
+from server.router.admin import Admin, Health
+from server.router.app import Api, build
+from server.router.dispatch import Dispatcher
+from server.router.generate import Generator
+from server.router.http import Gate, Keys
+from server.router.probe import Prober
+from server.router.text import Text
+from server.router.timing import Recent
+from server.router.workers import Workers
+from server.wire import Identity
+
+PROBE_TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+@dataclass
+class Stack:
+    app: ASGIApp
+    workers: Workers
+    dispatcher: Dispatcher
+    prober: Prober
+    health: Health
+    text: Text
+    _probing: asyncio.Task[None] | None = field(default=None, init=False)
+
+    @classmethod
+    def create(cls, boot: Boot, status: Status, text: Text | None = None) -> "Stack":
+        """Needs a running loop. Raises StartError."""
+        config = boot.config
+        status.stage("loading the tokenizer", 0.0)
+        text = text or Text(boot.model_dir, config.model.max_len)  # given: a test's, loaded once
+        secret = boot.read_secret()
+        card = Card(text_facts(boot.model_dir, config.model.path))
+        roles = {spec.name: spec.role for spec in config.workers}
+        workers = Workers(boot.addresses, dict(roles), me=Identity.new(boot.name, "router"), secret=secret, card=card)
+        dispatcher = Dispatcher(workers, config)
+        prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
+        health = Health(dispatcher, prober)
+        metrics, recent = RouterMetrics(), Recent()
+        names = config.served_names
+        api = Api(
+            text,
+            Generator(text, dispatcher, metrics, recent, config.router.request_timeout),
+            names,
+            config.router.keepalive_s,
+        )
+        admin = Admin(
+            dispatcher=dispatcher,
+            health=health,
+            prober=prober,
+            metrics=metrics,
+            recent=recent,
+            keys=Keys(_keys(config.router.admin_key_file) or [secret]),
+            names=names,
+        )
+        app = build([*api.routes(), *admin.routes()])
+        gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
+        return cls(gate, workers, dispatcher, prober, health, text)
+
+    def start(self) -> None:
+        self.workers.start()
+        self._probing = asyncio.create_task(self.prober.run(), name="prober")
+
+    async def stop(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        await self.workers.stop()
+
+
+def _keys(path: str | None) -> list[bytes]:
+    """One key a line; blank lines and # comments are skipped. Raises StartError."""
+    if path is None:
+        return []
+    try:
+        lines = Path(path).expanduser().read_bytes().splitlines()
+    except OSError as error:
+        raise StartError(f"cannot read the key file: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith(b"#")]
+    if not keys:
+        raise StartError(f"{path} holds no key")
+    return keys

@@ -1,0 +1,284 @@
+"""Text lives here only: workers see token ids.
+
+1. In: chat template and tokenizer, in threads, so that a long prompt does not stop the streams of others.
+2. Out, for each sequence: `Detokenizer` turns ids into text, whole characters only; `StopScanner` looks for stop
+   strings and holds back what may be the beginning of one; `Decoder` joins both and lines the tokens' logprobs up.
+
+Everything after tokenizing works token by token, so that a streamed text and a whole one are the same by construction.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+from server.card import read_config
+from server.errors import ModelError
+from server.router.errors import bad_request, context_too_long
+from server.sequence import Token
+
+# A UTF-8 character has at most 4 bytes and a token at least one: more held tokens than this are no character to come.
+MAX_HELD = 8
+CONTEXT_IDS = 4  # enough for a decoder to see that a word goes on
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Text:
+    """The model's tokenizer and what its files say about text."""
+
+    def __init__(self, model_dir: str | Path, max_len: int = 0) -> None:
+        """Raises ModelError."""
+        try:
+            config = read_config(model_dir)
+            self._hf = PreTrainedTokenizerFast.from_pretrained(str(model_dir))
+        except Exception as error:  # transformers and tokenizers raise what they like; this is their one door
+            raise ModelError(f"no usable tokenizer in {model_dir}: {error}") from error
+        self.tokenizer: Tokenizer = self._hf.backend_tokenizer
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.vocab_size = int(config["vocab_size"])
+        self.max_len = max_len or int(config.get("max_position_embeddings", 2048))
+        self.eos_ids = self._eos(Path(model_dir), config)
+        self._added = self.tokenizer.get_added_tokens_decoder()
+        self._is_byte_level = "ByteLevel" in str(json.loads(self.tokenizer.to_str())["decoder"])
+        self._longest = max((len(piece) for piece in self.tokenizer.get_vocab()), default=1)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._pieces: dict[int, bytes] = {}
+
+    def _eos(self, model_dir: Path, config: dict[str, Any]) -> frozenset[int]:
+        """The model's own ends of text: generation_config.json may name several (llama 3's <|eot_id|>)."""
+        found: set[int] = set()
+        generation = model_dir / "generation_config.json"
+        sources = [config, json.loads(generation.read_bytes()) if generation.is_file() else {}]
+        for value in (*(source.get("eos_token_id") for source in sources), self._hf.eos_token_id):
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+        return frozenset(found)
+
+    # in
+
+    async def encode(self, text: str, param: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+        """Token ids of `text`. Far too long a text is refused before it costs anything; `limit` None = no limit."""
+        at_least = len(text) // self._longest
+        if limit is not None and at_least > limit:
+            raise context_too_long(limit, at_least, param, at_least=True)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    async def render_chat(
+        self, messages: list[dict[str, Any]], *, generation: bool, resume: bool, extra: dict[str, Any]
+    ) -> str:
+        """The chat template's text. It brings its own BOS, so encode it with special=False."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._render, messages, generation, resume, extra)
+
+    def _render(self, messages: list[dict[str, Any]], generation: bool, resume: bool, extra: dict[str, Any]) -> str:
+        if not self._hf.chat_template:
+            raise bad_request("messages", "this model has no chat template; use /v1/completions")
+        try:
+            text: str = self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation, continue_final_message=resume, **extra
+            )
+        # A template is a program with an author of its own: whatever it raises, the messages did not suit it.
+        except Exception as error:
+            raise bad_request("messages", f"the chat template refused these messages: {error}") from error
+        return text
+
+    # out
+
+    def decode(self, ids: Seq[int], skip_special: bool = True) -> str:
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; concatenated, they are the text's."""
+        known = self._pieces.get(token_id)
+        if known is None:
+            known = self._pieces[token_id] = self._piece(token_id)
+        return known
+
+    def _piece(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode()
+        name: str | None = self.tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[char] for char in name if char in _BYTE_OF)
+        byte = _BYTE.fullmatch(name)
+        return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
+
+    def names(self, ids: Seq[int]) -> list[str]:
+        """The vocabulary's own spelling of tokens."""
+        return [self.tokenizer.id_to_token(token_id) or "" for token_id in ids]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._added and bool(self._added[token_id].special)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's way to write each byte as a printable character."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+class Detokenizer:
+    """Ids in, text out; bytes of an unfinished character wait. `prompt` is context: a word may go on from it."""
+
+    def __init__(self, text: Text, prompt: Seq[int] = (), skip_special: bool = True) -> None:
+        self._text = text
+        self._skip = skip_special
+        context = list(prompt[-CONTEXT_IDS:])
+        if "\ufffd" in text.decode(context, skip_special):
+            context = []  # the prompt ends within a character: it cannot be gone on from
+        self._stream = DecodeStream(context, skip_special)
+        self._held: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._text.tokenizer, token_id)
+        except Exception:  # tokenizers raises bare Exception where bytes before and after do not fit together
+            return self._restart()
+        if text is None:
+            return self._restart() if len(self._held) > MAX_HELD else ""
+        self._held.clear()
+        return text
+
+    def _restart(self) -> str:
+        """What is held will never be a character: out with it as it is."""
+        text = self._text.decode(self._held, self._skip)
+        self._stream = DecodeStream(None, self._skip)
+        self._held.clear()
+        return text
+
+
+class StopScanner:
+    """Finds stop strings in a text that comes in pieces. The match that is complete first wins, the longest of several
+    that end together; that does not depend on how the text is cut into pieces."""
+
+    def __init__(self, stops: Seq[str], include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text that may go out, the stop found). Nothing after a found stop comes out."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        match = min(
+            ((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
+            default=None,
+        )
+        if match is not None:
+            end, start, stop = match
+            self._held = ""
+            return text[: end if self._include else start], stop
+        keep = self._beginning(text)
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def flush(self) -> str:
+        """The text has ended: what was held back was no stop."""
+        held, self._held = self._held, ""
+        return held
+
+    def _beginning(self, text: str) -> int:
+        """Where the earliest suffix that may become a stop begins."""
+        for at in range(len(text)):
+            if text[at] in self._firsts and any(stop.startswith(text[at:]) for stop in self._stops):
+                return at
+        return len(text)
+
+
+@dataclass(slots=True)
+class Piece:
+    """One token's logprobs with the place of its text: `offset` characters into the output."""
+
+    token: Token
+    offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one or more tokens added to a choice. `stop` is the stop string found, or the stop token's id."""
+
+    text: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    is_stopped: bool = False
+    stop: str | int | None = None
+
+
+class Decoder:
+    """One sequence's output, token by token, as deltas. After `is_stopped` nothing more may be fed."""
+
+    def __init__(
+        self,
+        text: Text,
+        prompt: Seq[int],
+        *,
+        stops: Seq[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+        end_ids: frozenset[int] = frozenset(),
+        want_pieces: bool = False,
+    ) -> None:
+        self._detok = Detokenizer(text, prompt, skip_special)
+        self._scanner = StopScanner(stops, include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._end_ids = end_ids
+        self._want_pieces = want_pieces
+        self._pieces: list[Piece] = []
+        self._num_tokens = 0
+        self._decoded = 0  # characters out of the detokenizer
+        self._sent = 0  # characters past the scanner
+
+    def feed(self, token: Token) -> Delta:
+        self._num_tokens += 1
+        # A worker does not sample an end before min_tokens, so one that comes is meant; its text stays out.
+        if token.id in self._end_ids and self._num_tokens > self._min_tokens and not self._include_stop:
+            return Delta(ids=[token.id])
+        if self._want_pieces:
+            self._pieces.append(Piece(token, self._decoded))
+        text = self._detok.feed(token.id)
+        self._decoded += len(text)
+        if self._num_tokens <= self._min_tokens:
+            out, stop = self._scanner.flush() + text, None
+        else:
+            out, stop = self._scanner.feed(text)
+        self._sent += len(out)
+        return Delta(out, self._release(self._sent), [token.id], stop is not None, stop)
+
+    def finish(self) -> Delta:
+        """The worker has ended the sequence; bytes of a character that never became whole are dropped."""
+        text = self._scanner.flush()
+        self._sent += len(text)
+        pieces, self._pieces = self._pieces, []
+        return Delta(text, pieces)
+
+    def _release(self, sent: int) -> list[Piece]:
+        """Pieces whose text has begun to go out; the others wait with their text, or are cut with it."""
+        if not self._pieces:
+            return []
+        count = sum(1 for piece in self._pieces if piece.offset < sent)
+        released, self._pieces = self._pieces[:count], self._pieces[count:]
+        return released

@@ -1,0 +1,89 @@
+"""The two ends of a KV transfer as a profile wants them. Nothing is started here."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from server.config import Transfer
+from server.sequence import SeqId
+from server.transfer.base import KVTransport, Range
+from server.transfer.faults import with_faults
+from server.transfer.receiver import Receiver, ReceiveStats
+from server.transfer.ring import LandingRing
+from server.transfer.sender import Sender
+from server.transfer.tcp import TcpTransport
+from server.transfer.thread import TransferThread
+
+
+@dataclass(frozen=True, slots=True)
+class SendingSide:
+    thread: TransferThread
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivingSide:
+    thread: TransferThread
+    receiver: Receiver
+    ring: LandingRing
+    transport: KVTransport
+
+
+def sending_side(
+    config: Transfer,
+    instance: str,
+    blocks: Tensor,
+    block_size: int,
+    *,
+    on_released: Callable[[SeqId], None],
+    on_failed: Callable[[SeqId, str], None],
+    on_peer_lost: Callable[[str, str], None],
+) -> SendingSide:
+    """`blocks`: uint8 [num_blocks, block_bytes], the pool that is read."""
+    transport = TcpTransport(instance, timeout_s=config.timeout)
+    sender = Sender(
+        transport,
+        blocks,
+        block_size,
+        chunk_tokens=config.chunk_tokens,
+        max_inflight=config.max_inflight,
+        checksum=config.checksum == "full",
+        on_released=on_released,
+        on_failed=on_failed,
+    )
+    return SendingSide(TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost), sender)
+
+
+def receiving_side(
+    config: Transfer,
+    instance: str,
+    blocks: Tensor,
+    block_size: int,
+    max_peers: int,
+    *,
+    on_complete: Callable[[SeqId, ReceiveStats], None],
+    on_missing: Callable[[SeqId, tuple[Range, ...]], None],
+    on_failed: Callable[[SeqId, int], None],
+    on_credit: Callable[[str, tuple[int, ...]], None],
+    on_peer_lost: Callable[[str, str], None],
+) -> ReceivingSide:
+    """`blocks`: uint8 [num_blocks, block_bytes], the pool that verified chunks are copied into."""
+    ring = LandingRing(config.ring_bytes, blocks.shape[1], config.chunk_tokens // block_size, max_peers)
+    tcp = TcpTransport(instance, ring=ring, timeout_s=config.timeout)
+    transport = with_faults(tcp, ring, os.environ.get("PDCTL_FAULTS", ""))
+    receiver = Receiver(
+        ring,
+        blocks,
+        checksum=config.checksum == "full",
+        on_complete=on_complete,
+        on_missing=on_missing,
+        on_failed=on_failed,
+        on_credit=on_credit,
+        clock=time.monotonic,
+        wake=transport.wake,
+    )
+    thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost)
+    return ReceivingSide(thread, receiver, ring, transport)

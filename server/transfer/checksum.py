@@ -1,0 +1,72 @@
+"""Position-dependent checksum of KV bytes, computed with torch ops on the device that holds them.
+
+Multilinear hashing (Lemire and Kaser): the bytes are 32-bit words, each is multiplied by the 64-bit weight of its
+position, and everything is added up modulo 2^64, with the length on top. A word, block or piece at another place, or
+missing, or a zero tail of another length, changes the sum with probability 1 - 2^-32 or better.
+
+One or two flipped bits are caught always, not just probably. All weights are odd, so one flip at bit a adds
+w * 2^a != 0, and two at different bits leave an odd multiple of the lower one. Two flips at the same bit a <= 31 cancel
+only if w_i = +-w_j modulo 2^(64 - a), so the low 33 bits of the weights are distinct odd numbers below 2^32: neither
+their differences nor their sums are multiples of 2^33.
+
+Measured on one core of the CPU box (bench/transfer.py): 5-6 GB/s for a 1.47 MB chunk, and no allocation per call. It is
+no defence against someone who forges data: the weights are known. Peers are authenticated before they get a path.
+"""
+
+import torch
+from torch import Tensor
+
+from server.errors import TransferError
+
+_MASK = 2**64 - 1
+_LENGTH_WEIGHT = 0x9E3779B97F4A7C15
+_SEED = 20240917
+_PIECE_WORDS = {"cpu": 64 * 1024}  # a widened piece (512 KiB) stays in the L2 cache; elsewhere launches cost more
+_PIECE_WORDS_DEVICE = 4 * 1024 * 1024
+
+
+def position_weights(num_words: int) -> Tensor:
+    """The first `num_words` weights, the same in every process: random upper half, distinct odd lower half."""
+    upper = torch.randint(0, 2**31, (num_words,), generator=torch.Generator().manual_seed(_SEED), dtype=torch.int64)
+    index = torch.arange(num_words, dtype=torch.int64)
+    lower = (index * 0x5851F42D + 0x14057B7E) % 2**31 * 2 + 1  # an odd factor permutes the residues: no two alike
+    return (upper << 33) | lower
+
+
+class Checksum:
+    """Sums up to `max_bytes`. Owns its temporaries, so one instance belongs to one thread."""
+
+    def __init__(self, max_bytes: int, device: torch.device | str = "cpu") -> None:
+        device = torch.device(device)
+        num_words = -(-max_bytes // 4)
+        self._piece = min(_PIECE_WORDS.get(device.type, _PIECE_WORDS_DEVICE), max(1, num_words))
+        self._weights = position_weights(num_words).to(device)
+        self._wide = torch.empty(self._piece, dtype=torch.int64, device=device)
+        self._tail = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(self, pieces: list[Tensor]) -> int:
+        """Of the bytes of `pieces` one after the other (contiguous uint8, all but the last whole words long)."""
+        sums: list[Tensor] = []
+        position = num_bytes = 0
+        for piece in pieces:
+            if num_bytes % 4:
+                raise TransferError(f"checksum: a piece begins at byte {num_bytes}, inside a word")
+            num_bytes += piece.numel()
+            if num_bytes > 4 * self._weights.numel():
+                raise TransferError(f"checksum: {num_bytes} bytes, made for {4 * self._weights.numel()}")
+            whole = piece.numel() & ~3
+            self._sum_words(piece[:whole].view(torch.int32), position, sums)
+            position += whole // 4
+            if whole < piece.numel():
+                self._tail.zero_().view(torch.uint8)[: piece.numel() - whole].copy_(piece[whole:])
+                self._sum_words(self._tail, position, sums)
+        total = int(torch.stack(sums).sum()) if sums else 0  # the only wait for the device
+        return (total + num_bytes * _LENGTH_WEIGHT) & _MASK
+
+    def _sum_words(self, words: Tensor, position: int, sums: list[Tensor]) -> None:
+        for start in range(0, words.numel(), self._piece):
+            part = words[start : start + self._piece]
+            wide = self._wide[: part.numel()]
+            wide.copy_(part)  # widening apart from the product is twice as fast as a mixed-type product on a CPU
+            wide.mul_(self._weights[position + start : position + start + part.numel()])
+            sums.append(wide.sum())

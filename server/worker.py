@@ -1,0 +1,397 @@
+"""What every worker process is; run as a program, a colocated worker.
+
+1. Boot: read the boot file, take the control socket. Nothing listens on it yet, so early callers are refused at once.
+2. Load: weights, KV pool, start-up check, warm-up, each reported on the status pipe. A failure is one line there.
+3. Serve: the control loop takes messages, the engine thread steps, results come back to the control loop.
+4. Stop (SIGTERM): the running step ends, connections close, exit 0. The router has drained by then.
+
+Roles add message handlers and say what a finished step means for them (`prefill`, `decode`); nothing else differs.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from server.boot import Boot, Status
+from server.config import Role
+from server.engine.build import build_engine, model_facts
+from server.engine.engine import Engine, StepResult
+from server.engine.scheduler import Scheduler, Step
+from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
+from server.ledger import Entry, Ledger
+from server.logs import setup
+from server.messages import Abort, AbortAck, AnyMessage, Card, Done, Heartbeat, Load, Prefill, SeqToken, Tokens
+from server.sequence import Sequence
+from server.wire import Channel, Identity, bind, serve, welcome
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 10.0
+LOAD_S = 0.2
+
+logger = logging.getLogger(__name__)
+E = TypeVar("E", bound=Entry)
+
+
+class Worker(Generic[E]):
+    """Control loop and engine thread of one process. Subclasses set `role` and extend `handlers`."""
+
+    role: ClassVar[Role] = "colocated"
+
+    def __init__(self, boot: Boot, clock: Callable[[], float] = time.monotonic) -> None:
+        self.boot = boot
+        self.clock = clock
+        self.me = Identity.new(boot.name, self.role)
+        self.status = Status(boot.status_fd)
+        self.secret = boot.read_secret()
+        self.ledger: Ledger[E] = Ledger()
+        self.channels: set[Channel] = set()
+        self.counters: dict[str, float] = {"unexpected": 0, "failed": 0}
+        self.engine: Engine
+        self.loop: asyncio.AbstractEventLoop
+        self._work = threading.Event()
+        self._stopping = threading.Event()
+        self._busy_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT. Raises PdctlError when it cannot start."""
+        self.loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, stop.set)
+        address = self.boot.addresses[self.boot.name]
+        sock = bind(address)
+        self.engine = await self._load_or_stop(stop)
+        if stop.is_set():
+            return
+        self.facts = model_facts(self.boot, self.engine.runner)
+        self.start_transfer()
+        engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        engine_thread.start()
+        server = await serve(sock, self._serve)
+        for task in (self._beat(), self._tick_forever()):
+            self.spawn(task)
+        self.start_links()
+        self.status.ready({"address": address, "instance": self.me.instance, **self.facts})
+        await stop.wait()
+        server.close()
+        self._stop_engine(engine_thread)
+        await self._close_channels()
+        self.stop_transfer()
+        _unlink(sock, address)
+
+    async def _load_or_stop(self, stop: asyncio.Event) -> Engine:
+        """Loads off the loop, so that a stop during a long load is heard; the process then leaves without waiting."""
+        loading = self.loop.run_in_executor(None, build_engine, self.boot, self.role, self.status.stage)
+        stopped = self.loop.create_task(stop.wait())
+        stopped.add_done_callback(lambda _: None if loading.done() else os._exit(0))  # a load cannot be interrupted
+        try:
+            return await loading
+        finally:
+            stopped.cancel()
+
+    def start_transfer(self) -> None:
+        """Starts the transfer thread, for roles that have one."""
+
+    def stop_transfer(self) -> None: ...
+
+    def start_links(self) -> None:
+        """Starts connections to other workers, for roles that make them."""
+
+    def spawn(self, work: Any) -> None:
+        """Runs a coroutine for as long as the worker lives; what it raises is logged, never lost."""
+        task: asyncio.Task[None] = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a background task ended", exc_info=error)
+
+    async def _close_channels(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*(channel.close() for channel in list(self.channels)), return_exceptions=True)
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def card(self) -> Card:
+        """What peers must agree on; subclasses add what they offer."""
+        return Card(same=self.facts)
+
+    async def _serve(self, channel: Channel) -> None:
+        """One accepted connection, from Hello to its end."""
+        try:
+            await welcome(channel, self.me, self.secret, self.card())
+        except (HandshakeRefused, PeerLost, ProtocolError, TimeoutError) as error:
+            logger.warning("connection refused: %s", error)
+            return
+        await self.converse(channel)
+
+    async def converse(self, channel: Channel) -> None:
+        """Takes messages until the connection ends. A bad message ends the connection, nothing else."""
+        self.channels.add(channel)
+        self.joined(channel)
+        try:
+            while True:
+                self._handle(channel, await channel.recv(SILENCE_S))
+        except (PeerLost, ProtocolError) as error:
+            logger.info("%s left: %s", channel.peer.name, error)
+        except TimeoutError:
+            logger.warning("%s said nothing for %g s", channel.peer.name, SILENCE_S)
+        finally:
+            channel.abort()
+            self.channels.discard(channel)
+            self.lost(channel)
+
+    def _handle(self, channel: Channel, message: AnyMessage) -> None:
+        handler = self.handlers().get(type(message))
+        if handler is None:
+            self.counters["unexpected"] += 1
+            return
+        try:
+            handler(channel, message)
+        except Exception:
+            # A message that trips a handler must not take the connection's other sequences with it.
+            logger.exception("handling %s from %s", type(message).__name__, channel.peer.name)
+            self.counters["failed"] += 1
+
+    def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
+        return {Prefill: self.on_prefill, Abort: self.on_abort, AbortAck: _ignore, Heartbeat: _ignore}
+
+    def joined(self, channel: Channel) -> None:
+        """A peer passed the handshake."""
+
+    def lost(self, channel: Channel) -> None:
+        """A closed connection cancels what it owns."""
+        for entry in self.ledger:
+            if entry.owner is channel:
+                self.drop(entry, "router connection lost")
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def on_prefill(self, channel: Channel, message: Prefill) -> None:
+        """The whole sequence here."""
+        if self.ledger.knew(message.id):
+            return
+        seq = Sequence(message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt)
+        entry = cast("E", self.new_entry(seq, channel))
+        self.ledger.add(entry)
+        self.admit(entry)
+
+    def new_entry(self, seq: Sequence, owner: Channel) -> Entry:
+        return Entry(seq, owner, heard=self.clock())
+
+    def admit(self, entry: E) -> None:
+        """Gives a sequence to the scheduler; one that can never fit is refused to its owner."""
+        try:
+            with self.engine.lock:
+                self.engine.scheduler.add(entry.seq)
+        except PdctlError as error:
+            self.fail(entry, error.message)
+        self.wake()
+
+    def on_abort(self, channel: Channel, message: Abort) -> None:
+        entry = self.ledger.get(message.id)
+        if entry is None:
+            self.ledger.bury(message.id, self.clock())
+        else:
+            self.drop(entry, message.reason)
+        channel.send(AbortAck(message.id))
+
+    def drop(self, entry: E, reason: str) -> None:
+        """Nobody wants the sequence: out of the schedule, its blocks free as soon as nothing uses them."""
+        with self.engine.lock:
+            entry.is_dropped = True
+            self.engine.scheduler.abort(entry.id)
+        self.ledger.bury(entry.id, self.clock())
+        self.wake()
+
+    def fail(self, entry: E, message: str) -> None:
+        """The sequence cannot go on here, and its owner is told why."""
+        self.counters["failed"] += 1
+        entry.owner.send(Done(entry.id, "error", entry.seq.num_cached, entry.stages, message))
+        self.drop(entry, message)
+
+    def soon(self, work: Callable[..., Any], *args: Any) -> None:
+        """From any thread: `work(*args)` on the control loop. After the loop has closed there is nobody to tell."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(work, *args)
+
+    # -- engine thread -------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There may be something to compute."""
+        self._work.set()
+
+    def _run_engine(self) -> None:
+        while not self._stopping.is_set():
+            self._work.clear()  # before the look, so that what arrives after it is not slept over
+            try:
+                result = self.engine.step()
+            except Exception:
+                # The engine fails the sequences of a batch by itself; this is the scheduler, and a bug. Going on in a
+                # tight loop would hide it and burn the core.
+                logger.exception("engine step")
+                self._stopping.wait(1.0)
+                continue
+            if result is None:
+                self._work.wait(0.5)
+                continue
+            self._busy_s += result.seconds
+            self.stepped(result)
+            self.soon(self._deliver, result)
+
+    def _stop_engine(self, thread: threading.Thread) -> None:
+        self._stopping.set()
+        self._work.set()
+        thread.join(timeout=10.0)
+
+    def stepped(self, result: StepResult) -> None:
+        """On the engine thread, right after a step: what must not wait for the control loop."""
+
+    # -- results, back on the control loop -----------------------------------------------------------------------
+
+    def _deliver(self, result: StepResult) -> None:
+        """One Tokens message a router, whatever the number of sequences; then what ended."""
+        items: dict[Channel, list[SeqToken]] = {}
+        for step in result.steps:
+            entry = self.ledger.get(step.seq.id)
+            if entry is None:
+                continue
+            entry.mark("start", result.started)
+            if step.token is not None:
+                items.setdefault(entry.owner, []).append(SeqToken(step.seq.id, step.index, step.token))
+        for channel, tokens in items.items():
+            channel.send(Tokens(tuple(tokens)))
+        for step in result.steps:
+            entry = self.ledger.get(step.seq.id)
+            if entry is not None:
+                self.advanced(entry, step)
+        for seq in result.failed:
+            entry = self.ledger.get(seq.id)
+            if entry is not None:
+                self.fail(entry, f"the engine failed on it: {result.error}")
+        self.after_step()
+
+    def advanced(self, entry: E, step: Step) -> None:
+        """One sequence took part in a step."""
+        if step.index == 0 and step.token is not None:
+            entry.mark("end", self.clock())
+        if step.finished:
+            self.finish(entry)
+
+    def finish(self, entry: E) -> None:
+        seq = entry.seq
+        entry.owner.send(Done(seq.id, seq.finish_reason, seq.num_cached, entry.stages))
+        self.ledger.bury(seq.id, self.clock())
+
+    def after_step(self) -> None:
+        """Blocks may be free now."""
+
+    # -- timers --------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            engine = self.engine
+            beat = Heartbeat(engine.num_steps, engine.step_age_s, engine.predicted_step_s)
+            for channel in self.channels:
+                channel.send(beat)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _tick_forever(self) -> None:
+        busy_before, then = self._busy_s, self.clock()
+        while True:
+            await asyncio.sleep(LOAD_S)
+            now = self.clock()
+            share = (self._busy_s - busy_before) / max(1e-6, now - then)
+            busy_before, then = self._busy_s, now
+            try:
+                self.ledger.prune(now)
+                self.tick(now)
+                load = self.load(min(1.0, share))
+            except Exception:
+                logger.exception("tick")
+                continue
+            for channel in self.channels:
+                if channel.peer.role == "router":
+                    channel.send(load)
+
+    def tick(self, now: float) -> None:
+        """Leases and other things that end by themselves."""
+
+    def load(self, busy_share: float) -> Load:
+        scheduler = self.engine.scheduler
+        with self.engine.lock:
+            counts = scheduler.counters()
+            integrity = "" if len(self.ledger) else _integrity(scheduler)
+        return Load(
+            waiting=counts.num_waiting,
+            running=counts.num_running,
+            expected=counts.num_expected,
+            receiving=counts.num_receiving + counts.num_received,
+            pushing=counts.num_pushing,
+            blocks_total=counts.blocks_total,
+            blocks_used=counts.blocks_used,
+            blocks_granted=counts.blocks_granted,
+            over_high=not counts.grants_open,
+            preemptions=counts.preemptions,
+            prefix_hit_tokens=counts.prefix_hit_tokens,
+            busy_share=busy_share,
+            counters=dict(self.counters),
+            integrity=integrity,
+        )
+
+
+def _integrity(scheduler: Scheduler) -> str:
+    """Empty, or what does not add up. Looked at while idle: it walks all blocks."""
+    try:
+        scheduler.check_integrity()
+    except AssertionError as error:
+        return str(error) or "block tables, counts and queues disagree"
+    return ""
+
+
+def _ignore(channel: Channel, message: AnyMessage) -> None:
+    """The connection's liveness is all that these say."""
+
+
+def _unlink(sock: socket.socket, address: str) -> None:
+    sock.close()
+    if address.startswith("unix:"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address.removeprefix("unix:"))
+
+
+def main(worker: type[Worker[Any]]) -> int:
+    """Entry point of every role: `python -P -m server.<role> --boot FILE`."""
+    parser = argparse.ArgumentParser(prog=f"server.{worker.role}")
+    parser.add_argument("--boot", required=True, help="boot file written by the supervisor")
+    boot = Boot.load(parser.parse_args().boot)
+    setup(boot.name)
+    try:
+        asyncio.run(worker(boot).run())
+    except PdctlError as error:
+        Status(boot.status_fd).error(error.message, error.help)
+        return 1
+    except Exception as error:
+        logger.exception("start failed")
+        Status(boot.status_fd).error(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Worker))

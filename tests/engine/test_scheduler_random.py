@@ -1,0 +1,171 @@
+"""Ten thousand random operations a seed on one scheduler that plays every role at once; all is checked after each."""
+
+from itertools import accumulate
+from random import Random
+
+import pytest
+
+from server.engine.block_pool import BlockPool
+from server.engine.scheduler import Limits, Scheduler
+from server.errors import CannotFit
+from server.sequence import Batch, SamplingParams, SeqId, SeqState, Sequence, Token
+
+EOS = 0
+OPERATIONS = 10_000
+
+
+class Chaos:
+    """Does random things to a scheduler, and keeps its own idea of who is where."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.now = 0.0
+        self.limits = Limits(
+            token_budget=64, chunk_tokens=24, max_seqs=3, max_running=6, ahead=3, local_prefill_tokens=8
+        )
+        self.limits.queue_low, self.limits.queue_high = 1, 3
+        self.pool = BlockPool(25, 4)
+        self.scheduler = Scheduler(self.limits, self.pool, lambda: self.now)
+        self.alive: list[Sequence] = []
+        self.batch: Batch | None = None
+        self.kv: dict[tuple[int, int], int] = {}  # (block, offset): what is written there stands for its whole prefix
+        self.num_added = 0
+        self.num_ended = 0
+        self.num_refused = 0
+
+    def new(self, needs_grant: bool = False) -> Sequence:
+        self.num_added += 1
+        stem = [self.random.randrange(1, 4)] * self.random.randrange(0, 40)  # few stems, so that prefixes are hit
+        prompt = stem + [self.random.randrange(1, 50) for _ in range(self.random.randrange(1, 64))]
+        params = SamplingParams(max_tokens=self.random.randrange(1, 40), stop_token_ids=(EOS,), min_tokens=2)
+        salt = self.random.choice(["", "", "", "tenant"])
+        return Sequence(SeqId("r", self.num_added, 0), prompt, params, self.now, salt, needs_grant)
+
+    def submit(self, seq: Sequence, expected: bool = False) -> None:
+        try:
+            (self.scheduler.expect if expected else self.scheduler.add)(seq)
+            self.alive.append(seq)
+        except CannotFit:
+            self.num_refused += 1
+            assert seq.num_tokens + 1 > 24 * 4
+
+    def pick(self, *states: SeqState) -> Sequence | None:
+        found = [seq for seq in self.alive if seq.state in states]
+        return self.random.choice(found) if found else None
+
+    def token(self) -> Token:
+        return Token(self.random.randrange(0, 30))
+
+    def operate(self) -> None:
+        operations = [self.admit, self.abort, self.release, self.step, self.step, self.step]
+        self.random.choice([*operations, self.step, self.grants, self.grants, self.give, self.receive, self.receive])()
+        self.now += self.random.random()
+
+    def admit(self) -> None:
+        if len(self.alive) < 30:
+            kind = self.random.randrange(3)
+            self.submit(self.new(needs_grant=kind == 1), expected=kind == 2)
+
+    def abort(self) -> None:
+        seq = self.pick(*SeqState)
+        if seq and self.random.random() < 0.3:
+            blocks = list(seq.block_table)
+            self.scheduler.abort(seq.id)
+            assert not seq.needs_grant or seq.block_table == blocks, "abort never frees a prefill half's blocks"
+
+    def release(self) -> None:
+        seq = self.pick(SeqState.PUSHING, SeqState.FINISHED)
+        if seq is None and self.random.random() < 0.1:
+            seq = self.pick(*SeqState)
+        if seq:
+            self.scheduler.release(seq.id)
+
+    def grants(self) -> None:
+        for seq in self.scheduler.grants_possible():
+            assert seq.state is SeqState.RECEIVING and len(seq.block_table) * 4 >= len(seq.prompt)
+
+    def give(self) -> None:
+        self.scheduler.grants_wanted()
+        seq = self.pick(*SeqState)
+        if seq:
+            self.scheduler.granted(seq.id, self.random.randrange(1, 4), 0)
+
+    def receive(self) -> None:
+        seq = self.pick(SeqState.RECEIVING)
+        if seq is None or seq.num_computed:  # in line to run already
+            return
+        resident = seq.num_resident_blocks
+        if self.random.random() < 0.7:
+            self.kv |= self.slots(seq, resident * 4, seq.num_tokens)
+            self.scheduler.received(seq.id, self.token())
+        else:
+            verified = self.random.randrange(resident, len(seq.block_table) + 1)
+            self.kv |= self.slots(seq, resident * 4, min(verified * 4, seq.num_tokens))
+            self.scheduler.recompute(seq.id, verified, self.random.choice([None, self.token()]))
+
+    def slots(self, seq: Sequence, start: int, stop: int) -> dict[tuple[int, int], int]:
+        """What the KV of tokens [start, stop) is, by slot."""
+        prefixes = accumulate(seq.tokens(0, stop), lambda before, token: hash((before, token)), initial=hash(seq.salt))
+        return {(seq.block_table[n // 4], n % 4): kv for n, kv in enumerate(list(prefixes)[1:]) if n >= start}
+
+    def step(self) -> None:
+        if self.batch is None:
+            self.batch = self.scheduler.schedule()
+            self.check_batch(self.batch)
+        else:
+            self.finish_step()
+
+    def check_batch(self, batch: Batch) -> None:
+        assert batch.num_tokens <= self.limits.token_budget
+        assert len({id(piece.seq) for piece in batch.slices}) == len(batch.slices)
+        for piece in batch.slices:
+            assert piece.num_tokens > 0 and piece.start == piece.seq.num_computed
+            assert piece.start + piece.num_tokens <= len(piece.seq.block_table) * 4
+            written = self.slots(piece.seq, 0, piece.start)
+            assert all(self.kv.get(slot) == kv for slot, kv in written.items()), "KV that is not this prefix's"
+            self.check_written_alone(piece.seq.block_table[piece.start // 4 :], piece.seq)
+
+    def check_written_alone(self, blocks: list[int], writer: Sequence) -> None:
+        for seq in self.alive:
+            assert seq is writer or not set(blocks) & set(seq.block_table), "two sequences write one block"
+
+    def finish_step(self) -> None:
+        assert self.batch is not None
+        for piece in self.batch.slices:  # a step writes whatever became of its sequences meanwhile
+            self.kv |= self.slots(piece.seq, piece.start, piece.start + piece.num_tokens)
+        lengths = {seq.id: len(seq.output) for seq in self.alive}
+        for step in self.scheduler.update(
+            self.batch, [self.token() if piece.samples else None for piece in self.batch.slices]
+        ):
+            if step.token is not None:
+                assert step.index == lengths[step.seq.id], "an index is sampled twice or left out"
+                assert step.seq.output[step.index] == step.token.id
+        self.batch = None
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        gone = [seq for seq in self.alive if seq.state is SeqState.FINISHED and self.scheduler.get(seq.id) is None]
+        self.num_ended += len(gone)
+        in_use = {id(piece.seq) for piece in self.batch.slices} if self.batch else set()
+        assert all(not seq.block_table for seq in gone if id(seq) not in in_use)
+        self.alive = [seq for seq in self.alive if seq not in gone]
+
+    def drain(self) -> None:
+        for seq in self.alive:
+            self.scheduler.abort(seq.id)
+            self.scheduler.release(seq.id)
+        if self.batch is not None:
+            self.finish_step()
+        self.check()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ten_thousand_random_operations(seed: int) -> None:
+    chaos = Chaos(seed)
+    for _ in range(OPERATIONS):
+        chaos.operate()
+        chaos.check()
+    counters = chaos.scheduler.counters()
+    assert chaos.num_ended > 300 and chaos.num_refused and counters.preemptions and counters.prefix_hit_tokens
+    chaos.drain()
+    assert not chaos.alive and chaos.pool.num_used == 0

@@ -1,0 +1,257 @@
+"""Real prefill and decode processes, and a router played by the test over their real sockets."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.boot import Boot
+from server.card import text_facts
+from server.config import Config
+from server.messages import Abort, AbortAck, Card, Decode, Done, Heartbeat, Load, Prefill, Tokens
+from server.sequence import SamplingParams, SeqId
+from server.wire import Channel, Identity, connect, greet
+from tests.stack import reference
+
+ROOT = Path(__file__).parents[2]
+
+
+class Workers:
+    """prefill-0 and decode-0 on the tiny model, and the connections a router would have."""
+
+    def __init__(self, folder: Path, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self.addresses = {name: f"unix:{folder}/{name}.sock" for name in ("prefill-0", "decode-0")}
+        self.secret = b"not a secret"
+        (folder / "secret").write_bytes(self.secret)
+        pool = {"workers": 1, "kv_bytes": "8MiB"}
+        config = Config.model_validate(
+            {
+                "model": {"path": str(model_dir), "dtype": "float32", "max_len": 4096},
+                "prefill": pool | {"cpus": [0]},
+                "decode": pool | {"cpus": [1]},
+            }
+        )
+        self.boots = {
+            name: Boot(name, config, str(model_dir), str(folder), str(folder / "secret"), self.addresses)
+            for name in self.addresses
+        }
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.channels: dict[str, Channel] = {}
+        self.next = 0
+        self.events: dict[SeqId, asyncio.Queue[tuple[str, Any]]] = {}
+        self.loads: dict[str, Load] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, name: str) -> None:
+        read, write = os.pipe()
+        boot = self.boots[name]
+        file = self.folder / f"{name}.json"
+        Boot(**{f: getattr(boot, f) for f in boot.__struct_fields__} | {"status_fd": write}).save(file)
+        module = f"server.{name.partition('-')[0]}"
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(  # noqa: ASYNC220 (a test may wait for a fork)
+                [sys.executable, "-P", "-m", module, "--boot", str(file)],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                pass_fds=[write],
+                stderr=log,
+            )
+        os.close(write)
+        await asyncio.to_thread(self._wait_ready, read)
+        self.channels[name] = channel = await connect(self.addresses[name])
+        card = Card(text_facts(self.model_dir, str(self.model_dir)))
+        await greet(channel, Identity.new("router", "router"), self.secret, card)
+        self.tasks.append(asyncio.create_task(self._read(name, channel)))
+
+    def _wait_ready(self, fd: int) -> None:
+        with os.fdopen(fd) as lines:
+            for line in lines:
+                said = json.loads(line)
+                assert "error" not in said, said
+                if said.get("ready"):
+                    return
+        raise AssertionError("ended before it was ready\n" + self.logs())
+
+    async def _read(self, name: str, channel: Channel) -> None:
+        while True:
+            match await channel.recv():
+                case Tokens(items):
+                    for item in items:
+                        self.events[item.id].put_nowait((name, item))
+                case Done() as done:
+                    self.events[done.id].put_nowait((name, done))
+                case AbortAck(id):
+                    self.events.setdefault(id, asyncio.Queue()).put_nowait((name, "ack"))
+                case Load() as load:
+                    self.loads[name] = load
+
+    async def beat(self) -> None:
+        while True:
+            for channel in self.channels.values():
+                channel.send(Heartbeat())
+            await asyncio.sleep(1)
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        for channel in self.channels.values():
+            await channel.close()
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            assert await asyncio.to_thread(process.wait, 15) == 0, self.logs()
+
+    def logs(self) -> str:
+        return "\n".join(f"== {p.name}\n{p.read_text()}" for p in self.folder.glob("*.log"))
+
+    def new_id(self) -> SeqId:
+        self.next += 1
+        id = SeqId("test", self.next, 0)
+        self.events[id] = asyncio.Queue()
+        return id
+
+    def send(self, name: str, message: Any) -> None:
+        self.channels[name].send(message)
+
+    async def event(self, id: SeqId) -> tuple[str, Any]:
+        async with asyncio.timeout(30):
+            return await self.events[id].get()
+
+    async def run(self, prompt: list[int], params: SamplingParams, path: str = "pd") -> tuple[list[int], list[Done]]:
+        """All tokens, each index once, and the Dones, in order."""
+        id = self.new_id()
+        if path == "pd":
+            self.send("prefill-0", Prefill(id, prompt, params, decode="decode-0"))
+            self.send("decode-0", Decode(id, prompt, params, prefill="prefill-0"))
+        else:
+            self.send(path, Prefill(id, prompt, params))
+        output: list[int] = []
+        dones: list[Done] = []
+        while not dones or dones[-1].reason == "handed_over":
+            _, event = await self.event(id)
+            if isinstance(event, Done):
+                dones.append(event)
+            elif event.index == len(output):
+                output.append(event.token.id)
+            else:
+                assert event.index < len(output), "a gap in the output"
+                assert output[event.index] == event.token.id, "two workers, two texts"
+        return output, dones
+
+    async def linked(self) -> None:
+        """Until a sequence gets through from prefill to decode: their connection comes up by itself."""
+        async with asyncio.timeout(20):
+            while (await self.run([3], GREEDY))[1][0].reason == "error":
+                await asyncio.sleep(0.05)  # between two tries
+
+    async def settled(self) -> None:
+        """Until both say that nothing is held."""
+        async with asyncio.timeout(10):
+            while True:
+                self.loads.clear()
+                while len(self.loads) < 2:
+                    await asyncio.sleep(0.02)  # until both have reported anew
+                if all(
+                    not (w.blocks_used or w.blocks_granted or w.waiting or w.running or w.expected or w.receiving)
+                    and not w.pushing
+                    and w.slots_free == w.slots_total
+                    for w in self.loads.values()
+                ):
+                    break
+        assert [w.integrity for w in self.loads.values()] == ["", ""]
+
+
+@pytest.fixture
+async def workers(tmp_path: Path, tiny_model_dir: Path) -> AsyncIterator[Workers]:
+    workers = Workers(tmp_path, tiny_model_dir)
+    workers.tasks.append(asyncio.create_task(workers.beat()))
+    await asyncio.gather(workers.start("decode-0"), workers.start("prefill-0"))
+    try:
+        await workers.linked()
+        yield workers
+    except BaseException:
+        print(workers.logs())
+        raise
+    finally:
+        await workers.stop()
+
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+
+
+async def test_the_life_of_a_sequence(workers: Workers, tiny_model_dir: Path) -> None:
+    model = reference.load(tiny_model_dir)
+    # 1. Through prefill and decode: the text of `generate`, whatever the prompt's length does at block and chunk edges.
+    for length in (1, 16, 17, 64, 300, 1000):
+        prompt = [3 + (7 * i) % 500 for i in range(length)]
+        output, dones = await workers.run(prompt, GREEDY)
+        assert output == reference.generate(model, prompt, 16)
+        assert [done.reason for done in dones] == ["handed_over", "length"]
+        stages = dones[1].stages
+        assert stages["first_chunk"] <= stages["kv_ready"] <= stages["ready"] <= stages["start"]
+        assert stages["kv_bytes"] > 0
+    # 2. The same on one worker alone.
+    output, dones = await workers.run(prompt, GREEDY, path="decode-0")
+    assert output == reference.generate(model, prompt, 16)
+    assert [done.reason for done in dones] == ["length"]
+    # 3. Ends with its first token: decode is told to drop the grant.
+    output, dones = await workers.run(prompt, SamplingParams(max_tokens=1, temperature=0.0))
+    assert [done.reason for done in dones] == ["length"]
+    # 4. Sampled with a seed: the same on both paths.
+    sampled = SamplingParams(max_tokens=16, temperature=1.0, seed=5)
+    assert (await workers.run(prompt[:50], sampled))[0] == (await workers.run(prompt[:50], sampled, "prefill-0"))[0]
+    # 5. Nothing is left.
+    await workers.settled()
+
+
+async def test_aborts_at_every_moment(workers: Workers) -> None:
+    prompt = list(range(3, 503)) * 2
+    endless = SamplingParams(max_tokens=3000, temperature=0.0)
+    for moment in range(8):
+        id = workers.new_id()
+        workers.send("prefill-0", Prefill(id, prompt, endless, decode="decode-0"))
+        if moment:
+            workers.send("decode-0", Decode(id, prompt, endless, prefill="prefill-0"))
+        for _ in range(moment - 1):
+            await workers.event(id)  # after none, the first token, the hand-over, ...
+        workers.send("prefill-0", Abort(id))
+        workers.send("decode-0", Abort(id))
+        acks = 0
+        while acks < 2:
+            acks += (await workers.event(id))[1] == "ack"
+    await workers.settled()
+
+
+async def test_decode_goes_on_when_prefill_is_killed(workers: Workers, tiny_model_dir: Path) -> None:
+    prompt = [3 + (11 * i) % 500 for i in range(3000)]
+    expected = reference.generate(reference.load(tiny_model_dir), prompt, 16)
+    # 1. The sequence is under way on both.
+    id = workers.new_id()
+    workers.send("decode-0", Decode(id, prompt, GREEDY, prefill="prefill-0"))
+    workers.send("prefill-0", Prefill(id, prompt, GREEDY, decode="decode-0"))
+    async with asyncio.timeout(10):
+        while not (workers.loads.get("decode-0") and workers.loads["decode-0"].blocks_granted):
+            await asyncio.sleep(0.01)  # until the grant shows
+    # 2. Prefill dies. Decode computes the rest, and token 0 too if nobody said it.
+    workers.processes["prefill-0"].kill()
+    workers.processes.pop("prefill-0").wait()
+    workers.channels.pop("prefill-0")
+    output: dict[int, int] = {}
+    while True:
+        _, event = await workers.event(id)
+        if isinstance(event, Done) and event.reason == "length":
+            break
+        if not isinstance(event, Done):
+            output[event.index] = event.token.id
+    assert [output[i] for i in sorted(output)] == expected
+    # 3. Another prefill worker of the same name joins without decode being restarted.
+    await workers.start("prefill-0")
+    await workers.linked()
+    assert (await workers.run(prompt, GREEDY))[0] == expected

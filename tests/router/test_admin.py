@@ -1,0 +1,113 @@
+"""Stage records, state and metrics."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.router.conftest import SECRET, Cluster, Start
+from tests.router.test_errors import check_error
+
+# fmt: off
+KEYS = [
+    "path", "prefill", "decode", "prompt_tokens", "cached_tokens", "queue_ms", "prefill_queue_ms",
+    "grant_wait_ms", "prefill_start_ms", "first_chunk_ms", "prefill_end_ms", "first_token_ms", "kv_ready_ms",
+    "second_token_ms", "transfer_ms", "kv_bytes", "wire_bytes", "chunks", "resends", "overlap",
+    "decode_queue_ms",
+]
+# fmt: on
+ADMIN = {"Authorization": f"Bearer {SECRET.decode()}"}
+
+
+async def pd(start: Start) -> Cluster:
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stages = {"grant_asked": 0.001, "granted": 0.003, "start": 0.004, "end": 0.010}
+    cluster.decode.stages = {
+        "first_chunk": 0.006,
+        "kv_ready": 0.012,
+        "ready": 0.013,
+        "start": 0.015,
+        "transfer": 0.006,
+        "kv_bytes": 4096.0,
+        "wire_bytes": 2048.0,
+        "chunks": 4.0,
+        "resends": 1.0,
+        "overlap": 0.75,
+    }
+    return cluster
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "stream with usage"])
+async def test_stage_record(start: Start, how: str) -> None:
+    cluster = await pd(start)
+    extra = {"stream": True} if how != "whole" else {}
+    if how == "stream with usage":
+        extra["stream_options"] = {"include_usage": True}  # type: ignore[assignment]
+    answer = await cluster.chat(headers={"x-pdctl-timing": "1", "X-Request-Id": "r1"}, **extra)
+    bodies = [answer.json] if how == "whole" else answer.events
+    record = bodies[-1]["pdctl"]
+    assert not any("pdctl" in body for body in bodies[:-1])
+    assert list(record) == KEYS
+    assert (record["path"], record["prefill"], record["decode"]) == ("pd", "prefill-0", "decode-0")
+    assert record["grant_wait_ms"] == 2.0
+    assert record["prefill_queue_ms"] == 4.0
+    assert record["decode_queue_ms"] == 2.0
+    assert record["transfer_ms"] == 6.0
+    assert record["prefill_end_ms"] - record["prefill_start_ms"] == pytest.approx(6.0, abs=0.01)
+    assert record["kv_ready_ms"] - record["first_chunk_ms"] == pytest.approx(6.0, abs=0.01)
+    assert (record["kv_bytes"], record["wire_bytes"], record["chunks"], record["resends"]) == (4096, 2048, 4, 1)
+    assert record["overlap"] == 0.75
+    assert 0 < record["queue_ms"] <= record["first_token_ms"] <= record["second_token_ms"]
+
+    for name in (bodies[0]["id"], "r1"):
+        kept = await cluster.request("GET", f"/admin/requests/{name}", headers=ADMIN)
+        assert kept.json["pdctl"] == record
+        assert kept.json["sequences"][0]["reason"] == "stop"
+
+
+async def test_no_record_unless_asked(start: Start) -> None:
+    cluster = await start(colocated=1)
+    assert "pdctl" not in (await cluster.chat()).json
+
+
+async def test_admin_key(start: Start, tmp_path: Path) -> None:
+    cluster = await start(colocated=1)
+    for path in ("/admin/state", "/admin/requests/x"):
+        check_error(await cluster.request("GET", path), 401)
+    check_error(await cluster.request("GET", "/admin/requests/x", headers=ADMIN), 404)
+    (tmp_path / "admin").write_text("boss\n")
+    cluster = await start(colocated=1, router={"admin_key_file": str(tmp_path / "admin")})
+    check_error(await cluster.request("GET", "/admin/state", headers=ADMIN), 401)
+    assert (await cluster.request("GET", "/admin/state", headers={"Authorization": "Bearer boss"})).status == 200
+
+
+async def test_state(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    state = (await cluster.request("GET", "/admin/state", headers=ADMIN)).json
+    assert state["version"] == 1
+    assert state["router"]["state"] == "ready"
+    assert state["routes"]["prefill-0>decode-0"]["proven"] is True
+    worker = state["workers"][0]
+    assert (worker["name"], worker["role"], worker["state"]) == ("prefill-0", "prefill", "connected")
+    assert worker["instance"] == cluster.prefill.instance
+    assert worker["pid"] == 4242
+    assert worker["load"]["blocks_total"] == 100
+    assert worker["load_age_s"] >= 0
+
+
+async def test_metrics(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    await cluster.chat()
+    text = (await cluster.request("GET", "/metrics")).body.decode()
+    assert 'pdctl_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
+    assert "# HELP pdctl_ttft_seconds " in text
+    assert "pdctl_ttft_seconds_count 1.0" in text
+    assert 'pdctl_worker_blocks_total{role="decode",worker="decode-0"} 100.0' in text
+    names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and not line.startswith("#")}
+    assert all(name.startswith("pdctl_") for name in names)
+
+
+async def test_version_and_spec(start: Start) -> None:
+    cluster = await start(colocated=1)
+    assert (await cluster.request("GET", "/version")).json["version"]
+    spec = (await cluster.request("GET", "/openapi.json")).json
+    assert "/v1/chat/completions" in spec["paths"]

@@ -1,0 +1,262 @@
+"""Sequences and their workers: who is told what, who may be lost when, and what a probe proves."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from server.messages import Abort, Decode, Prefill
+from tests.router.conftest import HELLO, Cluster, Start, until
+from tests.router.test_errors import check_error
+
+
+async def read_until(reader: asyncio.StreamReader, words: bytes) -> bytes:
+    async with asyncio.timeout(5):
+        return await reader.readuntil(words)
+
+
+async def begin_stream(cluster: Cluster, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    payload = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **body}
+    return await cluster.send("POST", "/v1/chat/completions", payload)
+
+
+async def nothing_open(cluster: Cluster) -> None:
+    """Once no request is in flight no worker has an open sequence, and no place in the queue is taken."""
+    async with asyncio.timeout(5):
+        await cluster.stack.dispatcher.idle.wait()
+    for worker in cluster.stack.workers.all.values():
+        assert not worker.open
+        assert worker.prompt_tokens == 0
+    assert cluster.stack.dispatcher.waiting == cluster.stack.dispatcher.running == 0
+
+
+async def test_pd_tells_both_at_once(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    await cluster.chat()
+    (prefill,) = await cluster.prefill.saw(Prefill)
+    (decode,) = await cluster.decode.saw(Decode)
+    assert prefill.id == decode.id
+    assert prefill.prompt == decode.prompt
+    assert prefill.params == decode.params
+    assert (prefill.decode, decode.prefill) == ("decode-0", "prefill-0")
+    assert prefill.params.stop_token_ids == (2,)
+    await nothing_open(cluster)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_each_index_is_taken_once(start: Start, repeats: bool) -> None:
+    """Token 0 comes from prefill, from decode, or from both, in either order."""
+    cluster = await start(prefill=1, decode=1)
+    cluster.decode.token0_to_router = repeats
+    ids = cluster.say(HELLO)
+    answer = (await cluster.chat(return_token_ids=True)).json
+    assert answer["choices"][0]["token_ids"] == ids
+    assert answer["choices"][0]["message"]["content"] == HELLO
+
+
+async def test_decode_runs_ahead_of_token_0(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stepwise = True
+    cluster.decode.token0_to_router = False
+    task = asyncio.create_task(cluster.chat())
+    await cluster.prefill.saw(Prefill)
+    cluster.prefill.step()
+    assert (await task).json["choices"][0]["message"]["content"] == HELLO
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_disconnect_aborts_both_workers(start: Start, stream: bool, tokens: int) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stepwise = cluster.decode.stepwise = True
+    reader, writer = await begin_stream(cluster, stream=stream)
+    await cluster.prefill.saw(Prefill)
+    cluster.decode.step(tokens)
+    if stream and tokens:
+        await read_until(reader, b'"content":"Hello"')
+    writer.close()
+    for fake in (cluster.prefill, cluster.decode):
+        (abort,) = await fake.saw(Abort)
+        assert abort.id == cluster.prefill.heard(Prefill)[0].id
+    await nothing_open(cluster)
+
+
+async def test_disconnect_with_several_choices(start: Start) -> None:
+    cluster = await start(colocated=1)
+    cluster.colocated.stepwise = True
+    _, writer = await begin_stream(cluster, n=3)
+    await cluster.colocated.saw(Prefill, 3)
+    writer.close()
+    await cluster.colocated.saw(Abort, 3)
+    await nothing_open(cluster)
+
+
+async def test_finished_prefill_is_not_aborted(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.decode.stepwise = True
+    reader, writer = await begin_stream(cluster)
+    await read_until(reader, b'"content":"Hello"')
+    writer.close()
+    await cluster.decode.saw(Abort)
+    assert not cluster.prefill.heard(Abort)
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_worker_lost_before_the_first_token(start: Start, lost: str) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stepwise = cluster.decode.stepwise = True
+    task = asyncio.create_task(cluster.chat(stream=True))
+    await cluster.prefill.saw(Prefill)
+    await cluster.decode.saw(Decode)
+    await getattr(cluster, lost).stop()
+    error = check_error(await task, 503)
+    assert error["code"] == "worker_lost"
+    other = cluster.decode if lost == "prefill" else cluster.prefill
+    await other.saw(Abort)
+    await nothing_open(cluster)
+
+
+async def test_decode_lost_after_the_first_token(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.decode.stepwise = True
+    reader, writer = await begin_stream(cluster)
+    await read_until(reader, b'"content":"Hello"')
+    await cluster.decode.stop()
+    rest = await reader.read()
+    writer.close()
+    assert b'"code":"worker_lost"' in rest
+    assert rest.count(b"[DONE]") == 1
+    await nothing_open(cluster)
+
+
+async def test_prefill_lost_after_hand_over_is_not_missed(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.decode.stepwise = True
+    reader, writer = await begin_stream(cluster)
+    await read_until(reader, b'"content":"Hello"')
+    await cluster.prefill.stop()
+    await lost(cluster, "prefill-0")
+    cluster.decode.step(100)
+    rest = await reader.read()
+    writer.close()
+    assert b'"finish_reason":"stop"' in rest
+    assert b"error" not in rest
+
+
+async def lost(cluster: Cluster, name: str) -> None:
+    workers = cluster.stack.workers
+    await until(lambda: not workers.all[name].is_connected)
+
+
+async def test_lost_prefill_leaves_decode_serving_alone(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    await cluster.prefill.stop()
+    await lost(cluster, "prefill-0")
+    assert (await cluster.chat(headers={"x-pdctl-timing": "1"})).json["pdctl"]["path"] == "colocated"
+    assert cluster.decode.heard(Prefill)[0].decode == ""
+
+
+async def test_no_worker_left(start: Start) -> None:
+    cluster = await start(colocated=1)
+    await cluster.colocated.stop()
+    await lost(cluster, "colocated-0")
+    answer = await cluster.chat()
+    assert check_error(answer, 503)["code"] == "no_worker"
+    assert "retry-after" in answer.headers
+    assert (await cluster.request("GET", "/readyz")).status == 503
+    assert (await cluster.request("GET", "/startupz")).status == 200
+
+
+async def test_restarted_worker_is_proven_again(start: Start) -> None:
+    cluster = await start(colocated=1)
+    dispatcher = cluster.stack.dispatcher
+    before = dispatcher.routes[0].instances
+    await cluster.colocated.stop()
+    await lost(cluster, "colocated-0")
+    cluster.colocated.restart()
+    await cluster.colocated.start()
+    await until(lambda: dispatcher.can_serve)
+    assert dispatcher.routes[0].instances != before
+    assert (await cluster.chat()).status == 200
+
+
+async def test_ready_means_every_pair(start: Start) -> None:
+    cluster = await start(prefill=2, decode=2, colocated=1)
+    detail = cluster.stack.prober.detail
+    assert set(detail) == {
+        "prefill-0>decode-0",
+        "prefill-0>decode-1",
+        "prefill-1>decode-0",
+        "prefill-1>decode-1",
+        "colocated-0",
+    }
+    assert all(times["total_ms"] >= times["first_token_ms"] > 0 for times in detail.values())
+
+
+async def test_a_missing_worker_keeps_it_starting(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1, wait=False, fakes_up=False)
+    await cluster.prefill.start()
+    await until(lambda: cluster.stack.workers.all["prefill-0"].is_connected)
+    assert not cluster.stack.prober.started.is_set()
+    await cluster.decode.start()
+    async with asyncio.timeout(5):
+        await cluster.stack.prober.started.wait()
+
+
+async def test_refused_handshake_is_told(start: Start) -> None:
+    cluster = await start(colocated=1, wait=False, fakes_up=False)
+    cluster.colocated._secret = b"another"
+    await cluster.colocated.start()
+    worker = cluster.stack.workers.all["colocated-0"]
+    await until(lambda: worker.state == "refused")
+    assert "secret" in worker.reason
+    assert "colocated-0 refuses the router" in (await cluster.stack.prober.failed).message
+
+
+@pytest.mark.parametrize(
+    ("pools", "threshold", "path", "worker"),
+    [
+        ({"prefill": 1, "decode": 1}, 0, "pd", "decode-0"),
+        ({"prefill": 1, "decode": 1}, 500, "colocated", "decode-0"),
+        ({"prefill": 1, "decode": 1, "colocated": 1}, 500, "colocated", "colocated-0"),
+        ({"prefill": 1, "decode": 1, "colocated": 1}, 0, "pd", "decode-0"),
+        ({"prefill": 1, "decode": 1}, "auto", "colocated", "decode-0"),
+    ],
+)
+async def test_path(start: Start, pools: dict[str, int], threshold: Any, path: str, worker: str) -> None:
+    cluster = await start(**pools, hybrid={"threshold_tokens": threshold})
+    record = (await cluster.chat(headers={"x-pdctl-timing": "1"})).json["pdctl"]
+    assert (record["path"], record["decode"]) == (path, worker)
+
+
+async def test_round_robin_and_least_loaded(start: Start) -> None:
+    cluster = await start(colocated=2, router={"policy": "round-robin"})
+    for _ in range(4):
+        await cluster.chat()
+    assert [len(fake.heard(Prefill)) for fake in cluster.fakes.values()] == [2, 2]
+
+    cluster = await start(colocated=2, router={"policy": "least-loaded"})
+    busy, free = cluster.fakes.values()
+    busy.stepwise = free.stepwise = True
+    tasks = [asyncio.create_task(cluster.chat()) for _ in range(2)]
+    await asyncio.gather(busy.saw(Prefill), free.saw(Prefill))
+    busy.step(100)
+    free.step(100)
+    await asyncio.gather(*tasks)
+
+
+async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.router import workers
+    from tests.router import fake_worker
+
+    async def mute(*_: object) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    cluster = await start(colocated=1, wait=False, fakes_up=False)
+    monkeypatch.setattr(workers, "SILENT_S", 0.1)
+    monkeypatch.setattr(fake_worker.FakeWorker, "_heartbeats", mute)
+    await cluster.colocated.start()
+    worker = cluster.stack.workers.all["colocated-0"]
+    await until(lambda: worker.reason == "fell silent")
