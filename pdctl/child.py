@@ -2,8 +2,8 @@
 
 1. spawned with the write end of a pipe, on which it reports stages, then `ready` or `error`, one JSON object a line.
 2. ready when it says so, and only then.
-3. ended when it is waited for: SIGCHLD makes the loop call `poll` on every live child. The end of the pipe says nothing,
-   a grandchild may hold it open.
+3. ended when it is waited for: SIGCHLD makes the loop call `poll` on every live child. The end of the pipe says
+   nothing, a grandchild may hold it open.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""HTTP to the router with the standard library: admin calls with the stack's own key, and the OpenAI calls of `smoke`."""
+"""HTTP to the router with the standard library: admin calls with the stack's key, and `smoke`'s OpenAI calls."""
 
 import http.client
 import json

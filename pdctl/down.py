@@ -2,7 +2,8 @@
 
 1. A supervisor that lives is asked, and given the time to drain.
 2. One that does not answer, or is gone, is no obstacle: what carries the run's id is ended here.
-3. With the stack's lock in hand (nobody starts it anew meanwhile) leftovers of older runs go too, and the record says so.
+3. With the stack's lock in hand (nobody starts it anew meanwhile) leftovers of older runs go too, and the record says
+   so.
 """
 
 import shutil

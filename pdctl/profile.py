@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdctl.profile_check import KeyPath, Problem, ProfileErrors, check
-from pdctl.profile_lines import lines_of
+from pdctl.profile_check import Problem, ProfileErrors, check
+from pdctl.profile_lines import KeyPath, lines_of
 from server.config import Config
 from server.errors import ConfigError
 

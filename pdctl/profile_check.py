@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
@@ -92,10 +91,7 @@ def _allowed(annotation: Any) -> str:
 
 def _with_limits(kind: Any, metadata: tuple[Any, ...]) -> str:
     limits = [inner for item in metadata for inner in (item, *getattr(item, "metadata", ()))]
-    low = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
-    high = next((limit.le for limit in limits if isinstance(limit, Le)), None)
-    low = low if low is not None else next((limit.gt for limit in limits if isinstance(limit, Gt)), None)
-    high = high if high is not None else next((limit.lt for limit in limits if isinstance(limit, Lt)), None)
+    low, high = _first(limits, "ge", "gt"), _first(limits, "le", "lt")
     parsers = [getattr(item, "func", None) for item in limits]
     what = _allowed(kind)
     if parse_bytes in parsers:
@@ -107,6 +103,13 @@ def _with_limits(kind: Any, metadata: tuple[Any, ...]) -> str:
     if isinstance(low, int | float) and low != 0:
         return f"{what} of {_number(low)} or more"
     return what
+
+
+def _first(limits: list[Any], *names: str) -> Any:
+    """The first bound of these kinds (annotated_types.Ge has .ge, and so on)."""
+    return next(
+        (value for limit in limits for name in names if (value := getattr(limit, name, None)) is not None), None
+    )
 
 
 def _number(value: Any) -> str:

@@ -80,7 +80,7 @@ def print_json(value: Any) -> None:
 
 
 class Progress:
-    """Shows a supervisor's events. `mode`: tty redraws bars, plain writes a line a change, json the events themselves."""
+    """Shows a supervisor's events. tty redraws bars, plain writes a line a change, json the events themselves."""
 
     def __init__(self, mode: str, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

@@ -19,6 +19,8 @@ from pdctl.rundir import ProcessInfo, Stack, StackDir
 from server.errors import PdctlError
 
 NUMBERS = ("queue", "running", "kv")
+# A step that takes five times as long as predicted is frozen; short steps get a second, for the machine may be busy.
+FROZEN_FACTOR, FROZEN_MIN_S = 5.0, 1.0
 
 
 def gather(stack_dir: StackDir) -> tuple[dict[str, Any], Exit]:
@@ -82,12 +84,25 @@ def _numbers(stack_dir: StackDir, stack: Stack) -> dict[str, dict[str, Any]]:
         state = admin(stack_dir, stack, timeout_s=0.5).get("/admin/state")
     except PdctlError as error:
         return {"router": {"unreachable": error.message}}
-    workers = state.get("workers", [])
-    rows = workers.items() if isinstance(workers, dict) else [(worker.get("name"), worker) for worker in workers]
-    found = {str(name): dict(worker) for name, worker in rows}
-    router = state.get("router")
-    found["router"] = dict(router) if isinstance(router, dict) else {}
-    return found
+    router = state.get("router", {})
+    rows = {"router": {"state": router.get("state"), "queue": router.get("waiting"), "running": router.get("running")}}
+    return rows | {str(worker.get("name")): _worker(worker) for worker in state.get("workers", [])}
+
+
+def _worker(worker: dict[str, Any]) -> dict[str, Any]:
+    """The router's view of a worker in the words of the table; `kv` is the share of blocks written or granted."""
+    load, heartbeat = worker.get("load") or {}, worker.get("heartbeat") or {}
+    total = load.get("blocks_total")
+    age_s, predicted_s = heartbeat.get("step_age_s") or 0.0, heartbeat.get("predicted_s") or 0.0
+    is_frozen = not heartbeat.get("busy") and predicted_s > 0 and age_s > FROZEN_FACTOR * predicted_s + FROZEN_MIN_S
+    return {
+        "state": "frozen" if is_frozen else worker.get("state"),
+        "reason": worker.get("reason") or "",
+        "queue": load.get("waiting"),
+        "running": load.get("running"),
+        "kv": load.get("blocks_used", 0) / total if total else None,
+        "load": load,
+    }
 
 
 def _process(process: ProcessInfo, state: str, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +163,7 @@ def show(value: dict[str, Any], style: Style) -> str:
     rows += [_row(process) for process in value["processes"]]
     lines.append(table(rows, ("NAME", "ROLE", "STATE", "PID", "UP", "ON", "QUEUE", "RUN", "KV", "RESTARTS")))
     for process in value["processes"]:
-        if process["state"] != "ready" and process["last_exit"]:
+        if process["state"] not in ("ready", "stopped") and process["last_exit"]:
             ago = duration(time.time() - process["last_exit"]["at"])
             lines.append(f"{process['name']}: {process['last_exit']['reason']}, {ago} ago (log: {process['log']})")
         if problem := process["numbers"].get("unreachable"):
@@ -156,9 +171,7 @@ def show(value: dict[str, Any], style: Style) -> str:
     if value["state"] in ("failed", "stopped") and value.get("reason"):
         lines.append(f"{value['state']}: {value['reason']}")
     if value["state"].startswith("supervisor"):
-        lines.append(
-            f"the supervisor is {supervisor.get('state')}; nothing is restarted any more. pdctl down {value['name']} cleans up"
-        )
+        lines.append(f"the supervisor is {supervisor.get('state')}, nothing is restarted: pdctl down {value['name']}")
     return "\n".join(lines)
 
 

@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,20 +24,19 @@ from typing import Any
 import msgspec
 
 from pdctl import control
-from pdctl.child import Child, cause_of, start
+from pdctl.child import Child, start
 from pdctl.exits import Exit, Refused, TimedOut, exit_of
 from pdctl.launch import Launch, Machine, Plan, check_keys, listen, plan
-from pdctl.logs import last_line
+from pdctl.model import Resolver
 from pdctl.process import RUN_ID, STACK_DIR, of_this_process, sweep
 from pdctl.restart import RestartPolicy
 from pdctl.rundir import ProcessInfo, Stack, StackDir, make_socket_dir
 from pdctl.slot import Slot
 from server.boot import Boot
 from server.config import Config
-from server.errors import ModelError, PdctlError
+from server.errors import PdctlError
 
 Emit = Callable[[dict[str, Any]], None]
-MODEL_TIMEOUT_S = 3600.0
 WORKER_STOP_S = 5.0
 FAILED_STOP_S = 2.0
 logger = logging.getLogger("pdctl.supervisor")
@@ -168,13 +166,19 @@ class Supervisor:
             raise TimedOut(f"not ready within {limit:g} s: {', '.join(waiting)}", help="pdctl logs")
 
     async def _start_all(self, placed: Plan) -> None:
-        self._stack.model_dir = await self._resolve_model(placed)
+        log, answer = self._dir.rotate_log("model"), self._dir.path / "boot" / "model.folder"
+        resolver = Resolver(self._config.model.path, log, answer)
+        self._children.add(resolver.start(self._stack.run_id, self._dir.path, placed.helpers))
+        self._stack.model_dir = await resolver.folder(self._on_model)
         slots = list(self._slots.values())
         for slot in slots:
             keeper = asyncio.create_task(slot.keep(), name=slot.info.name)
             self._keepers.add(keeper)
             keeper.add_done_callback(self._on_keeper_done)
         await asyncio.gather(*(slot.first_ready for slot in slots))
+
+    def _on_model(self, state: str, stage: str) -> None:
+        self._say("process", name="model", state=state, stage=stage, share=float(state == "ready"))
 
     def _on_keeper_done(self, keeper: "asyncio.Task[None]") -> None:
         """A keeper that breaks is our own mistake: its process would be watched by nobody."""
@@ -184,36 +188,6 @@ class Supervisor:
             slot = self._slots[keeper.get_name()]
             if not slot.first_ready.done():
                 slot.first_ready.set_exception(PdctlError(f"{keeper.get_name()} cannot be started: {error}"))
-
-    async def _resolve_model(self, placed: Plan) -> str:
-        """The model's folder. Raises ModelError with what the resolver said last."""
-        log, answer = self._dir.rotate_log("model"), self._dir.path / "boot" / "model.folder"
-        argv = [sys.executable, "-P", "-m", "server.model_store", self._config.model.path]
-        child = start(
-            lambda _: argv,
-            env={**os.environ, STACK_DIR: str(self._dir.path)},
-            log=log,
-            answer=answer,
-            cpus=placed.helpers,
-            run_id=self._stack.run_id,
-            on_status=lambda *_: None,
-        )
-        self._children.add(child)
-        deadline, said = time.monotonic() + MODEL_TIMEOUT_S, "resolving"
-        self._say("process", name="model", state="starting", stage=said, share=0.0)
-        while not await child.wait(0.5):
-            if time.monotonic() > deadline:
-                child.signal(signal.SIGKILL)
-            if (line := last_line(log)) and line != said:
-                said = line
-                self._say("process", name="model", state="starting", stage=line, share=0.0)
-        code = child.exited.result()
-        folder = last_line(answer)
-        if code != 0 or not folder:
-            cause = last_line(log).removeprefix("error: ") or cause_of(code, log)
-            raise ModelError(f"model {self._config.model.path!r}: {cause} (log: {log})", help="pdctl logs model")
-        self._say("process", name="model", state="ready", stage=folder, share=1.0)
-        return folder
 
     def _spawn(self, slot: Slot) -> Child:
         """One incarnation of a slot: its boot file, log and status pipe."""
@@ -313,17 +287,16 @@ class Supervisor:
 
     async def _ended(self, slots: list[Slot], timeout_s: float) -> bool:
         """True when all ended within the time; a second request ends the wait."""
-        waits = [asyncio.create_task(slot.child.wait()) for slot in slots if slot.child and slot.is_running]
-        if not waits:
-            return True
-        force = asyncio.create_task(self._force.wait())
-        everything = asyncio.ensure_future(asyncio.gather(*waits))
-        await asyncio.wait({force, everything}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        is_done = everything.done()
-        for task in (force, everything):
-            task.cancel()
-        await asyncio.gather(force, everything, return_exceptions=True)
-        return is_done
+        exits: list[asyncio.Future[Any]] = [slot.child.exited for slot in slots if slot.child and slot.is_running]
+        force: asyncio.Future[Any] = asyncio.ensure_future(self._force.wait())
+        deadline = time.monotonic() + timeout_s
+        while (left := [future for future in exits if not future.done()]) and not force.done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            await asyncio.wait([force, *left], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        force.cancel()
+        return all(future.done() for future in exits)
 
     async def _fail(self, error: PdctlError) -> None:
         self._stack.state = "draining"

@@ -20,13 +20,12 @@ from typing import Any
 
 import msgspec
 
-from pdctl import control
 from pdctl.down import supervisor_of, survivors
 from pdctl.exits import Exit, Refused, Unreachable
 from pdctl.launch import Machine, Plan, plan
 from pdctl.process import RUN_ID, STACK_DIR
 from pdctl.profile import Profile, difference, load
-from pdctl.render import MODES, Progress, note, print_json, table
+from pdctl.render import Progress, note, print_json, table
 from pdctl.rundir import Order, Stack, StackDir, write_private
 from server.errors import PdctlError
 
@@ -51,8 +50,7 @@ def prepare(profile: str, root: Path, *, sets: list[str], name: str | None) -> S
 
 
 def start(order: Start, *, is_detached: bool, waits: bool, timeout_s: float, progress: str) -> int:
-    """Returns only where something ran already, or with -d; else this process has become the supervisor."""
-    assert progress in MODES
+    """Returns only where something ran already, or with -d; else this process becomes the supervisor."""
     stack = order.running
     if stack is not None and supervisor_of(stack).is_alive:
         return _join(order, stack, waits=waits)
@@ -66,11 +64,11 @@ def start(order: Start, *, is_detached: bool, waits: bool, timeout_s: float, pro
     order.stack_dir.rotate_log("supervisor")
     run_id = secrets.token_hex(6)
     env = {**os.environ, RUN_ID: run_id, STACK_DIR: str(order.stack_dir.path)}
-    if is_detached:
-        return _detached(order, run_id, env, waits=waits, timeout_s=timeout_s, progress=progress)
-    file = _write_order(order, run_id, timeout_s=timeout_s, progress=progress)
-    sys.stdout.flush()
-    os.execve(sys.executable, _argv(file), env)  # noqa: S606
+    if not is_detached:
+        file = _write_order(order, run_id, timeout_s=timeout_s, progress=progress)
+        sys.stdout.flush()
+        os.execve(sys.executable, _argv(file), env)  # noqa: S606
+    return _detached(order, run_id, env, waits=waits, timeout_s=timeout_s, progress=progress)
 
 
 def _argv(file: Path) -> list[str]:
