@@ -32,12 +32,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_long = len(body["messages"][0]["content"]) > 500
-        record = {"path": "pd" if is_long else "colocated", "kv_bytes": self.fake.plan.get("kv_bytes", 4096), "queue_ms": 0.5}
+        record = {
+            "path": "pd" if is_long else "colocated",
+            "kv_bytes": self.fake.plan.get("kv_bytes", 4096),
+            "queue_ms": 0.5,
+        }
         if body.get("stream"):
             self.send_response(200)
             self.end_headers()
             for delta, reason in (("Pa", None), ("ris", "stop")):
-                event = {"id": "c1", "choices": [{"delta": {"content": delta}, "finish_reason": reason}], "pdctl": record}
+                event = {
+                    "id": "c1",
+                    "choices": [{"delta": {"content": delta}, "finish_reason": reason}],
+                    "pdctl": record,
+                }
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
             return
