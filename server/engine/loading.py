@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from server.engine.attention import IMPLEMENTATION
 from server.errors import ModelError
@@ -60,6 +61,7 @@ def load_config(folder: Path) -> Any:
 
 def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, random: bool) -> torch.nn.Module:
     """The model in eval mode on `device`, using our attention."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         if random:
             # Every process makes the same weights, so that dummy models may hand KV to each other.
