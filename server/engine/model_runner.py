@@ -8,7 +8,8 @@ It reads sequences and never changes them: that is the Scheduler's. One thread c
 
 import logging
 import time
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ Progress = Callable[[str, float], None]
 Auto = Literal["auto"]
 
 _KV_SHARE = 0.25  # of the memory that is free once the weights are loaded: other workers share the host
+_WARM_UP_TOKENS = 256
 # auto takes no more on a CPU, or four sequences of max_len: zeroing memory that the host has yet to find takes seconds.
 _CPU_KV_BYTES = 2 * 2**30
 
@@ -92,24 +94,29 @@ class ModelRunner:
         progress("weights", 0.0)
         self._model = loading.load_model(self.folder, self.config, self.dtype, self.device, self.is_dummy)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        checked = check_sequence(self.spec, self.vocab_size)
-        # Before packing, so that the check covers that too.
-        theirs = eager_logits(self._model, checked.prompt) if self._check else None
-        if self._pack and self.device.type == "cpu" and can_pack(self.dtype):
-            progress("packing", 0.4)
-            logger.info("packed %d linear layers for this CPU", pack_linears(self._model))
-        warm_len = min(self.max_len - 1, 256)
-        scratch_len = max(len(checked.prompt), warm_len + 1)
-        self._use_pool(KVCachePool(self.spec, 1 + self.spec.num_blocks_for(scratch_len), self.device))
-        if theirs is not None:
-            progress("check", 0.5)
-            name = type(self._model).__name__
-            self.logit_differences = check_logits(theirs, self._all_logits, checked, self.spec, name)
-        progress("warm-up", 0.7)
-        self._warm_up(warm_len)
+        with loading.model_errors(f"{type(self._model).__name__} does not run with paged attention"):
+            self._try_out(progress)
         progress("kv cache", 0.9)
         self._use_pool(KVCachePool(self.spec, self._decide_num_blocks(), self.device))
         progress("ready", 1.0)
+
+    def _try_out(self, progress: Progress) -> None:
+        """The start-up check and the warm-up, in a small pool that is dropped afterwards."""
+        seq = check_sequence(self.spec, self.vocab_size)
+        # Before packing, so that the check covers that too.
+        theirs = eager_logits(self._model, seq.prompt) if self._check else None
+        if self._pack and self.device.type == "cpu" and can_pack(self.dtype):
+            progress("packing", 0.4)
+            logger.info("packed %d linear layers for this CPU", pack_linears(self._model))
+        warm_len = min(self.max_len - 1, _WARM_UP_TOKENS)
+        num_blocks = self.spec.num_blocks_for(max(len(seq.prompt), warm_len + 1))
+        self._use_pool(KVCachePool(self.spec, 1 + num_blocks, self.device))
+        if theirs is not None:
+            progress("check", 0.5)
+            name = type(self._model).__name__
+            self.logit_differences = check_logits(theirs, self._all_logits, seq, self.spec, name)
+        progress("warm-up", 0.7)
+        self._warm_up(warm_len)
 
     def fingerprint(self) -> str:
         """Of config and weights, for the model card."""
@@ -150,8 +157,8 @@ class ModelRunner:
         )  # fmt: skip
         if num_blocks < least:
             raise StartError(
-                f"the KV cache ({source}) has {num_blocks} blocks, {num_blocks * block / 2**20:.1f} MiB; one sequence of "
-                f"max_len {self.max_len} needs {least}, {least * block / 2**20:.1f} MiB",
+                f"the KV cache ({source}) has {num_blocks} blocks, {num_blocks * block / 2**20:.1f} MiB; one sequence "
+                f"of max_len {self.max_len} needs {least}, {least * block / 2**20:.1f} MiB",
                 help="raise kv_bytes or lower model.max_len",
             )
         if num_blocks * block > free:

@@ -2,7 +2,7 @@
 
 A plain nn.Linear hands oneDNN (or MKL) row-major weights, which it reorders or reads badly at every call. Reordered
 once at load, decode reads them at nearly twice the speed in bfloat16, and float32 gains 2x at any size on CPUs that
-MKL does not favour. The originals are dropped, so it costs no memory, except for a weight that is tied to the embedding.
+MKL does not favour. The originals are dropped, so that it costs no memory; only a weight tied to the embedding stays.
 """
 
 import torch
@@ -16,7 +16,8 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         # Not buffers: an opaque layout is nothing to move, cast or save.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self.bias_value = None if linear.bias is None else linear.bias.detach()
+        bias: torch.Tensor | None = linear.bias
+        self.bias_value = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
@@ -27,7 +28,7 @@ class PackedLinear(nn.Module):
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch and CPU have what PackedLinear needs. The operators are private to torch: looked for, never
     taken for granted."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

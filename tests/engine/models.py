@@ -60,7 +60,7 @@ def load_runner(folder: Path | str, **options: Any) -> ModelRunner:
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     generator = torch.Generator().manual_seed(seed * 10_007 + length)
-    return torch.randint(0, vocab_size, (length,), generator=generator).tolist()  # type: ignore[no-any-return]
+    return torch.randint(0, vocab_size, (length,), generator=generator).tolist()
 
 
 def make_sequence(number: int, prompt: list[int], **params: Any) -> Sequence:

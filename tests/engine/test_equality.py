@@ -1,6 +1,5 @@
 """What the engine says is what transformers' own generate says, token for token, however the tokens are batched."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ class Model:
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(save_model(tmp_path_factory.mktemp(request.param), **FAMILIES[request.param]))
 
 
@@ -89,11 +88,12 @@ def test_prefix_hits_change_nothing(llama: Model) -> None:
 
 
 def test_preemption_by_recompute_changes_nothing(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.runner.pool, "num_blocks", 21)  # what make_engine gives the BlockPool
+    monkeypatch.setattr(llama.runner.pool, "num_blocks", 18)  # what make_engine gives the BlockPool
     engine = make_engine(llama.runner, max_len=200)
     seqs = [make_sequence(i, random_prompt(n, seed=3)) for i, n in enumerate([63, 64, 65, 33, 31])]
     outputs = serve(engine, seqs)
     assert outputs == [llama.answer(n) for n in (63, 64, 65, 33, 31)]
+    assert engine.scheduler.counters().preemptions > 0  # type: ignore[attr-defined]
 
 
 def test_slices_may_come_in_any_order(llama: Model) -> None:
@@ -124,11 +124,29 @@ def test_unpacked_weights_say_the_same(tmp_path: Path, llama: Model) -> None:
     assert serve(make_engine(runner), [make_sequence(0, random_prompt(65, seed=3))]) == [llama.answer(65)]
 
 
-def smollm2_prompts(runner: ModelRunner) -> list[list[int]]:
-    """Eight prompts of the real vocabulary, short to a few blocks."""
+class SmolLM2:
+    """Eight prompts in the real vocabulary, short to a few blocks, with the reference's answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reference = Reference(folder)
+        self.prompts = smollm2_prompts(folder)
+        self.answers = [self.reference.generate(prompt) for prompt in self.prompts]
+
+    def outputs(self, runner: ModelRunner) -> list[list[int]]:
+        seqs = [make_sequence(i, prompt) for i, prompt in enumerate(self.prompts)]
+        return serve(make_engine(runner, chunk_tokens=64), seqs)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir: Path) -> SmolLM2:
+    return SmolLM2(smollm2_dir)
+
+
+def smollm2_prompts(folder: Path) -> list[list[int]]:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(runner.folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [
         "The capital of France is",
         "def fibonacci(n):",
@@ -142,24 +160,18 @@ def smollm2_prompts(runner: ModelRunner) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts]
 
 
-def test_smollm2_in_float32(smollm2_dir: Path) -> None:
-    runner, reference = load_runner(smollm2_dir, max_len=512), Reference(smollm2_dir)
-    prompts = smollm2_prompts(runner)
-    outputs = serve(make_engine(runner, chunk_tokens=64), [make_sequence(i, p) for i, p in enumerate(prompts)])
-    assert outputs == [reference.generate(p) for p in prompts]
+def test_smollm2_in_float32(smollm2: SmolLM2) -> None:
+    assert smollm2.outputs(load_runner(smollm2.folder, max_len=512)) == smollm2.answers
 
 
-def test_smollm2_in_bfloat16(smollm2_dir: Path) -> None:
+def test_smollm2_in_bfloat16(smollm2: SmolLM2) -> None:
     """Equal up to the first place where the float32 reference itself is nearly undecided."""
-    runner, reference = load_runner(smollm2_dir, dtype="bfloat16", max_len=512), Reference(smollm2_dir)
-    prompts = smollm2_prompts(runner)
-    outputs = serve(make_engine(runner, chunk_tokens=64), [make_sequence(i, p) for i, p in enumerate(prompts)])
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference.generate(prompt)
+    outputs = smollm2.outputs(load_runner(smollm2.folder, dtype="bfloat16", max_len=512))
+    for prompt, output, expected in zip(smollm2.prompts, outputs, smollm2.answers, strict=True):
         if output == expected:
             continue
         place = next(i for i, (a, b) in enumerate(zip(output, expected, strict=True)) if a != b)
-        logprobs = reference.logprobs(prompt + expected[:place], 1)[0]
+        logprobs = smollm2.reference.logprobs(prompt + expected[:place], 1)[0]
         best, second = logprobs.topk(2).values.tolist()
         assert best - second < 0.25, (place, best - second)
         assert logprobs[expected[place]] - logprobs[output[place]] < 0.25
