@@ -112,7 +112,7 @@ def test_kill_prefill_while_it_reads(stack: Running) -> None:
     answer: list[list[int]] = []
     thread = threading.Thread(target=lambda: answer.append(ask(url)), daemon=True)
     thread.start()
-    eventually(lambda: stack.admin("/admin/state")["requests"]["open"] > 0, 10, "the request is open")
+    eventually(lambda: stack.admin("/admin/state")["router"]["waiting"], 10, "the request waits for its first token")
     pid = process(stack, "prefill-0")["pid"]
     kill(pid)
     thread.join(60)
@@ -123,7 +123,7 @@ def test_kill_prefill_while_it_reads(stack: Running) -> None:
 
 
 def ask(url: str) -> list[int]:
-    """Other tokens than before would be a prefix hit; `salt` by a first token of its own is not needed in float32."""
+    """The tokens, or none when the router answered with an error status."""
     try:
         return list(complete(url, [*range(3, 503)] * 6)["token_ids"])
     except AssertionError:
