@@ -155,11 +155,11 @@ async def run(boot: Boot, status: Status) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -P -m server.router")
-    parser.add_argument("--config", required=True, help="the Boot file that the supervisor wrote")
+    parser.add_argument("--config", "--boot", dest="boot", required=True, help="the Boot file of the supervisor")
     logs.setup("router")
     status = Status(None)
     try:
-        boot = Boot.load(parser.parse_args(argv).config)
+        boot = Boot.load(parser.parse_args(argv).boot)
         status = Status(boot.status_fd)
         uvloop.run(run(boot, status))
     except PdctlError as error:
