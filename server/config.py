@@ -77,8 +77,12 @@ class Pool(Section):
     workers: int = Field(0, ge=0, le=1024)
     gpus: list[int] = Field(default_factory=list)
     cpus: list[int] = Field(default_factory=list)
-    token_budget: int | Auto = Field("auto", description="tokens of one step; auto: 2048, 256 on a CPU")
-    chunk_tokens: int | Auto = Field("auto", description="prompt tokens of one forward")
+    token_budget: Annotated[int, Field(ge=64, le=65536)] | Auto = Field(
+        "auto", description="tokens of one step; auto: 2048, 256 on a CPU"
+    )
+    chunk_tokens: Annotated[int, Field(ge=16, le=65536)] | Auto = Field(
+        "auto", description="prompt tokens of one forward"
+    )
     kv_bytes: AutoBytes = "auto"
     host_swap_bytes: Bytes = 0
     prefix_cache: bool = True
@@ -91,10 +95,6 @@ class Pool(Section):
             raise ValueError("give gpus or cpus, not both")
         if self.workers and devices and len(devices) % self.workers:
             raise ValueError(f"{len(devices)} devices cannot be shared out evenly among {self.workers} workers")
-        if isinstance(self.token_budget, int) and not 64 <= self.token_budget <= 65536:
-            raise ValueError("token_budget must be 64..65536 or auto")
-        if isinstance(self.chunk_tokens, int) and not 16 <= self.chunk_tokens <= 65536:
-            raise ValueError("chunk_tokens must be 16..65536 or auto")
         return self
 
     def devices_of(self, index: int) -> tuple[list[int], list[int]]:
@@ -173,6 +173,29 @@ class Supervise(Section):
         return self
 
 
+class AutoRevert(Section):
+    """Takes a change back by itself when the condition holds within the time."""
+
+    condition: str = Field("ttft_p95 > 2 * slo.ttft_p95", alias="if")
+    within: Seconds = 60.0
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
+
+
+class Tune(Section):
+    """Limits on live changes. None: no limit."""
+
+    min_interval: Seconds | None = Field(None, description="between two changes of one knob")
+    max_step: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="share of the value, 0.5 = +-50 %")
+    auto_revert: AutoRevert | None = None
+
+
+class Tui(Section):
+    refresh: Seconds = 1.0
+    theme: Literal["dark", "light", "cb-safe", "ansi"] = "dark"
+    keymap: dict[str, str] = Field(default_factory=dict, description="action id = key")
+
+
 class WorkerSpec(Section):
     """One worker process, as the supervisor starts it and every other process addresses it."""
 
@@ -197,6 +220,8 @@ class Config(Section):
     hybrid: Hybrid = Hybrid()
     slo: Slo = Slo()
     supervise: Supervise = Supervise()
+    tune: Tune = Tune()
+    tui: Tui = Tui()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

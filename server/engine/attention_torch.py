@@ -17,7 +17,7 @@ _PADDING = 1.5  # a group pads its rows to at most this many times their own len
 
 
 class _Scratch:
-    """Named buffers that only grow: fresh temporaries of this size would be mapped and zeroed by the kernel each time."""
+    """Named buffers that only grow: the kernel would map and zero fresh ones of this size each time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""The router process: `python -P -m server.router --config FILE`.
+"""The router process: `python -P -m server.router --boot FILE`.
 
 1. Read Boot, load the tokenizer, listen (on the inherited socket, else on the profile's port): 503 from here on.
 2. Connect to the workers, probe every route, say `ready` on status_fd.
@@ -155,7 +155,7 @@ async def run(boot: Boot, status: Status) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -P -m server.router")
-    parser.add_argument("--config", "--boot", dest="boot", required=True, help="the Boot file of the supervisor")
+    parser.add_argument("--boot", required=True, help="the file that the supervisor wrote")
     logs.setup("router")
     status = Status(None)
     try:

@@ -1,0 +1,135 @@
+"""`status`, `ls`, `logs`, `env`: looking at what runs."""
+
+from typing import Annotated
+
+import typer
+
+from pdctl.cli.app import settings
+from pdctl.cli.run import Name, NameOption
+from pdctl.exits import Exit, UsageError
+from pdctl.render import Style, duration, note, print_json, table
+
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(status)
+    app.command("ls")(ls)
+    app.command()(logs)
+    app.command()(env)
+
+
+def status(
+    context: typer.Context,
+    name: Name = None,
+    name_option: NameOption = None,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="again every second until Ctrl-C")] = False,
+) -> int:
+    """What runs and how it is. Exit: 0 ready, 3 not running, 4 supervisor gone, 6 starting or degraded."""
+    import sys
+    import time
+
+    from pdctl.rundir import find
+    from pdctl.status import gather, show
+
+    stack_dir = find(settings(context).root, name or name_option)
+    while True:
+        value, code = gather(stack_dir)
+        if as_json:
+            print_json(value)
+        else:
+            if watch and sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")
+            print(show(value, Style(sys.stdout)), flush=True)
+        if not watch:
+            return code
+        time.sleep(1.0)
+
+
+def ls(context: typer.Context, as_json: AsJson = False) -> int:
+    """Every stack of this user on this host."""
+    from pdctl.rundir import stacks
+    from pdctl.status import gather
+
+    values = [gather(stack_dir)[0] for stack_dir in stacks(settings(context).root)]
+    if as_json:
+        print_json({"version": 1, "stacks": values})
+        return Exit.OK
+    rows = [
+        [v["name"], v["state"], v.get("url") or "-", str(v["supervisor"]["pid"]), duration(v["uptime_s"]), v["model"]]
+        for v in values
+    ]
+    if rows:
+        print(table(rows, ("NAME", "STATE", "ADDRESS", "PID", "UP", "MODEL")))
+    else:
+        note("no stack has been started")
+    return Exit.OK
+
+
+def logs(
+    context: typer.Context,
+    which: Annotated[list[str] | None, typer.Argument(metavar="[WORKER|ROLE]...", help="default: all")] = None,
+    name: NameOption = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow")] = False,
+    count: Annotated[int, typer.Option("-c", "--lines", help="last lines of each")] = 200,
+    since: Annotated[str | None, typer.Option(help="such as 10m")] = None,
+    level: Annotated[str, typer.Option(help="debug | info | warn | error")] = "",
+    grep: Annotated[str, typer.Option(metavar="RE")] = "",
+    previous: Annotated[bool, typer.Option("--prev", help="of the start before")] = False,
+    times: Annotated[bool, typer.Option("-t", "--times", help="date and time")] = False,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """What the processes of a stack wrote."""
+    from pdctl import logs as files
+    from pdctl.cli.run import seconds
+    from pdctl.down import supervisor_of
+    from pdctl.render import LogPrinter
+    from pdctl.rundir import find
+
+    stack_dir = find(settings(context).root, name)
+    stack = stack_dir.read()
+    chosen = _choose(sorted(path.stem for path in (stack_dir.path / "logs").glob("*.log")), which or [])
+    suffix = ".log.prev" if previous else ".log"
+    paths = [(process, stack_dir.log(process).with_suffix(suffix)) for process in chosen]
+    import time
+
+    after = time.time() - (seconds(since) or 0) if since else 0.0
+    printer = LogPrinter(chosen, has_prefix=not no_prefix, has_date=times, is_json=as_json)
+    for line in files.read(paths, count):
+        if files.wanted(line, level=level, grep=grep, since=after):
+            printer.show(line)
+    if follow and not previous and stack is not None:
+        supervisor = supervisor_of(stack)
+        for line in files.follow(paths, is_over=lambda: not supervisor.is_alive):
+            if files.wanted(line, level=level, grep=grep):
+                printer.show(line)
+    return Exit.OK
+
+
+def _choose(there: list[str], which: list[str]) -> list[str]:
+    """Names, or roles: "decode" is every decode worker."""
+    if not which:
+        return there
+    chosen = []
+    for word in which:
+        matches = [process for process in there if process == word or process.rpartition("-")[0] == word]
+        if not matches:
+            raise UsageError(f"no log of {word!r}", help=f"there are: {', '.join(there)}")
+        chosen += matches
+    return list(dict.fromkeys(chosen))
+
+
+def env(context: typer.Context, name: Name = None, name_option: NameOption = None) -> int:
+    """Shell lines for OpenAI clients: eval $(pdctl env)."""
+    import shlex
+
+    from pdctl.client import api_key
+    from pdctl.rundir import find
+    from pdctl.status import running
+
+    stack = running(find(settings(context).root, name or name_option))
+    print(f"export OPENAI_BASE_URL={shlex.quote(f'{stack.url}/v1')}")
+    print(f"export OPENAI_API_KEY={shlex.quote(api_key(stack))}")
+    return Exit.OK

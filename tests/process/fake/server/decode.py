@@ -1,0 +1,5 @@
+"""A fake worker."""
+
+from server._fake import main
+
+main()
