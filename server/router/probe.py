@@ -95,8 +95,8 @@ class Prober:
         except ApiError as error:
             logger.warning("probe through %s failed", route.name, extra={"fields": {"reason": error.message}})
             return
-        if record.output_tokens == 0:
-            logger.warning("probe through %s brought no token", route.name)
+        if record.output_tokens == 0 or record.path != route.path:
+            logger.warning("probe through %s brought no token on that path", route.name)
             return
         self._dispatcher.prove(route, instances)
         self.detail[route.name] = {

@@ -1,6 +1,6 @@
 """What every fake process does: follow its entry in the script, speaking the status protocol.
 
-The script is a JSON file named by FAKE_SCRIPT: {process name: {"stages": [[name, share]], "error": "...", "help": "...",
+The script is a JSON file named by FAKE_SCRIPT: {process: {"stages": [[name, share]], "error": "...", "help": "...",
 "crash": "text", "starts": [{...}, ...] (one a start), "wait_for": path, "ignore_term": true, "child": true,
 "die_when": path}}. Waiting for a file instead of a time lets a test hold a process at a point.
 """
