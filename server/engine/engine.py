@@ -73,6 +73,10 @@ class Engine:
         self._clock = clock
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
 
+    @property
+    def pool(self) -> KVCachePool:
+        return self.runner.pool
+
     def step(self) -> StepResult | None:
         """One step; None when there is nothing to compute."""
         with self.lock:
