@@ -119,7 +119,7 @@ def stages(record: dict[str, Any], seconds: float) -> str:
         (
             "KV transfer",
             record.get("transfer_ms"),
-            f"{kib:.0f} KiB in {record.get('chunks')} chunks, while prefill runs",
+            f"{kib:.0f} KiB in {record.get('chunks')} chunks",
         ),
         ("first token", record.get("first_token_ms"), "from the request's arrival; sent by prefill"),
         ("second token", record.get("second_token_ms"), "from the request's arrival; sent by decode"),

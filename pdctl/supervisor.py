@@ -39,6 +39,7 @@ from server.errors import PdctlError
 Emit = Callable[[dict[str, Any]], None]
 WORKER_STOP_S = 5.0
 FAILED_STOP_S = 2.0
+WRITE_EVERY_S = 0.2
 logger = logging.getLogger("pdctl.supervisor")
 
 
@@ -78,7 +79,7 @@ class Supervisor:
         self._force = asyncio.Event()
         self._drain_s = config.supervise.stop_timeout
         self._exit = Exit.OK
-        self._written_at = 0.0
+        self._write_soon: asyncio.TimerHandle | None = None
 
     async def run(self) -> Exit:
         with self._dir.lock() as is_mine:
@@ -322,8 +323,10 @@ class Supervisor:
         self._say("process", name=info.name, state=info.state, stage=info.stage, share=info.share, reason=reason)
         self._settle()
         # Stages may be reported a hundred times a second; states are recorded at once.
-        if info.state != "starting" or time.monotonic() - self._written_at > 0.3:
+        if info.state != "starting":
             self._write()
+        elif self._write_soon is None:
+            self._write_soon = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._write)
 
     def _settle(self) -> None:
         """The stack's state follows from its processes' once it has been ready, until it stops."""
@@ -332,7 +335,9 @@ class Supervisor:
             self._stack.state = "ready" if is_whole else "degraded"
 
     def _write(self) -> None:
-        self._written_at = time.monotonic()
+        if self._write_soon is not None:
+            self._write_soon.cancel()
+            self._write_soon = None
         self._dir.write(self._stack)
 
     def _say(self, event: str, **fields: Any) -> None:

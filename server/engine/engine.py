@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from server.engine.kv_cache import KVCachePool
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler, Step
 from server.sequence import Batch, Sequence

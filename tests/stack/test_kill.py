@@ -133,7 +133,7 @@ def test_kill_supervisor(tmp_path: Path, tiny_model_dir: Path) -> None:
         status = stack.status()
         pids = [p["pid"] for p in status["processes"]]
         # 1. The supervisor dies; what it started goes on.
-        kill(status["pid"])
+        kill(status["supervisor"]["pid"])
         eventually(lambda: stack.cli("status", stack.name).returncode == 4, 2, "status says so")
         next_request_works(stack)
         # 2. `down` finds them all by pid, start time and run id, and leaves nothing.

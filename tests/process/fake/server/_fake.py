@@ -1,8 +1,8 @@
 """What every fake process does: follow its entry in the script, speaking the status protocol.
 
-The script is a JSON file named by FAKE_SCRIPT: {process: {"stages": [[name, share]], "error": "...", "help": "...",
-"crash": "text", "starts": [{...}, ...] (one a start), "wait_for": path, "ignore_term": true, "child": true,
-"die_when": path}}. Waiting for a file instead of a time lets a test hold a process at a point.
+The script is a JSON file named by FAKE_SCRIPT: {process name: {"stages": [[name, share]], "error": "...", "help": "",
+"crash": "text", "starts": [{...}, ...] (one a start), "wait_for": path, "drain_until": path, "ignore_term": true,
+"child": true}}. Waiting for a file instead of a time lets a test hold a process at a point.
 """
 
 import argparse
@@ -72,8 +72,6 @@ class Fake:
     def serve(self):
         deadline = time.monotonic() + LIMIT_S
         while not self.is_ended and time.monotonic() < deadline:
-            if (path := self.plan.get("die_when")) and Path(path).exists():
-                sys.exit(self.plan.get("code", 3))
             time.sleep(0.02)
         self.hold(self.plan.get("drain_until"))
 

@@ -1,0 +1,3 @@
+from tests.process.box import box
+
+__all__ = ["box"]
