@@ -27,8 +27,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """Terminal as well: nothing of this post is read any more, and the peer may have all, part or none of it. The path
-    has ended; PeerGone follows."""
+    """Terminal as well: the path has ended (PeerGone follows), and the peer may have all, part or none of this post. A
+    one-sided write may even be under way still; it can land in slots only that the peer keeps out of use, so that the
+    memory it is read from may be used again."""
 
     handle: int
     reason: str
@@ -44,13 +45,22 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """The path to or from `peer` ended and nothing of it can land any more. Its posts have been reported SendFailed."""
+    """The path to or from `peer` ended. Its posts have been reported SendFailed. `is_quiet`: nothing of it can land any
+    more; otherwise that comes as EndpointGone, or never if nobody can prove it."""
 
     peer: str
     reason: str
+    is_quiet: bool = True
 
 
-Event = Sent | SendFailed | Arrived | PeerGone
+@dataclass(frozen=True, slots=True)
+class EndpointGone:
+    """Nothing of the paths of `peer` that have ended can land any more."""
+
+    peer: str
+
+
+Event = Sent | SendFailed | Arrived | PeerGone | EndpointGone
 Offer = dict[str, str | int | list[str]]
 Range = tuple[int, int]  # [first, stop) of blocks
 
@@ -66,6 +76,9 @@ class KVTransport(Protocol):
 
     def offer(self) -> Offer:
         """Address, key and ring geometry that let a peer write into this end's ring."""
+
+    def register(self, memory: Tensor) -> None:
+        """Posts will be made from `memory`. Before the transfer thread starts. Raises StartError."""
 
     def connect(self, peer: str, offer: Offer) -> None:
         """Opens the path to `peer` (its instance id). Raises TransferError."""

@@ -92,6 +92,9 @@ class FaultyTransport:
     def offer(self) -> Offer:
         return self._inner.offer()
 
+    def register(self, memory: Tensor) -> None:
+        self._inner.register(memory)
+
     def connect(self, peer: str, offer: Offer) -> None:
         self._inner.connect(peer, offer)
 

@@ -76,6 +76,9 @@ class LocalTransport:
             return {"kv_transport": self.name}
         return {"kv_transport": self.name, "kv_key": self._hub.key, "kv_slot_bytes": self._ring.slot_bytes}
 
+    def register(self, memory: Tensor) -> None:
+        """Any memory will do."""
+
     def connect(self, peer: str, offer: Offer) -> None:
         with self._hub.lock:
             end = self._hub.ends.get(peer)

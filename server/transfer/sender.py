@@ -95,6 +95,7 @@ class Sender:
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[SeqId, _Push] = {}
         self._posts: dict[int, tuple[_Push, _Peer]] = {}
+        transport.register(blocks)
 
     @property
     def is_busy(self) -> bool:

@@ -86,6 +86,9 @@ class TcpTransport:
     def offer(self) -> Offer:
         return dict(self._offer)
 
+    def register(self, memory: Tensor) -> None:
+        """Any memory will do."""
+
     def connect(self, peer: str, offer: Offer) -> None:
         host, port, key = offer.get("kv_host"), offer.get("kv_port"), offer.get("kv_key")
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(key, str)):

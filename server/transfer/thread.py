@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from server.errors import TransferError
-from server.transfer.base import Arrived, Event, KVTransport, Offer, PeerGone, SendFailed, Sent
+from server.transfer.base import Arrived, EndpointGone, Event, KVTransport, Offer, PeerGone, SendFailed, Sent
 from server.transfer.receiver import Receiver
 from server.transfer.sender import Sender
 
@@ -140,12 +140,15 @@ class TransferThread:
                 self._sender.ended(event)
             case Arrived() if self._receiver is not None:
                 self._receiver.arrived(event)
-            case PeerGone(peer, reason):
+            case PeerGone(peer, reason, is_quiet):
                 was_known = self._forget(peer, reason)
-                if self._receiver is not None:
+                if self._receiver is not None and is_quiet:
                     self._receiver.endpoint_gone(peer)
                 if was_known:
                     self._on_peer_lost(peer, reason)
+            case EndpointGone(peer):
+                if self._receiver is not None:
+                    self._receiver.endpoint_gone(peer)
             case _:
                 log.warning("transfer thread: nobody here for %s", type(event).__name__)
 

@@ -1,4 +1,4 @@
-"""Both transports, by name and as two running ends."""
+"""All transports, by name and as two running ends."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.transfer.world import World
 
 
-@pytest.fixture(params=["local", "tcp"])
+@pytest.fixture(params=["local", "tcp", "nixl"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

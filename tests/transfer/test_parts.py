@@ -36,6 +36,8 @@ class Wire:
     def offer(self) -> Offer:
         return {}
 
+    def register(self, memory: torch.Tensor) -> None: ...
+
     def connect(self, peer: str, offer: Offer) -> None: ...
 
     def disconnect(self, peer: str) -> None:

@@ -15,6 +15,7 @@ from server.sequence import SeqId
 from server.transfer.base import Arrived, KVTransport
 from server.transfer.faults import Fault, FaultyTransport
 from server.transfer.local import LocalHub, LocalTransport
+from server.transfer.nixl import NixlTransport
 from server.transfer.receiver import Receiver, ReceiveStats
 from server.transfer.ring import LandingRing
 from server.transfer.sender import Sender
@@ -79,7 +80,7 @@ def random_pool(seed: int, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOC
 
 
 class World:
-    """`kind` is local or tcp. Messages between P and D workers (credit, grant with missing) go straight across, as
+    """`kind` is local, tcp or nixl. Messages between P and D workers (credit, grant with missing) go straight across, as
     their control connection would carry them."""
 
     def __init__(
@@ -151,6 +152,8 @@ class World:
     def end(self, instance: str, ring: LandingRing | None = None) -> KVTransport:
         if self.kind == "local":
             return LocalTransport(self.hub, instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
+        if self.kind == "nixl":
+            return NixlTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
         return TcpTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
 
     def join(self) -> None:
@@ -158,6 +161,7 @@ class World:
         if isinstance(self.d_end, TcpTransport):
             incoming = self.d_end._incoming
             until(lambda: "P" in incoming, what="the path is admitted")
+        until(lambda: self.ring.counts().quarantined == 0, what="an earlier path is quiet")
         self.slots = self.receiver.peer_joined("P")
         self.p_thread.call(self.sender.credit, "D", self.slots)
 
