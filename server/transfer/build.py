@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from server.config import Transfer
+from server.errors import StartError
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Range
+from server.transfer.either import EitherTransport
 from server.transfer.faults import with_faults
+from server.transfer.nixl import NixlTransport
+from server.transfer.nixl_agent import why_missing
 from server.transfer.receiver import Receiver, ReceiveStats
 from server.transfer.ring import LandingRing
 from server.transfer.sender import Sender
@@ -22,6 +26,7 @@ from server.transfer.thread import TransferThread
 class SendingSide:
     thread: TransferThread
     sender: Sender
+    transport: EitherTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,19 @@ class ReceivingSide:
     receiver: Receiver
     ring: LandingRing
     transport: KVTransport
+
+
+def make_transport(config: Transfer, instance: str, ring: LandingRing | None) -> EitherTransport:
+    """What the profile's `transfer.backend` asks for. Raises StartError when that is not to be had."""
+    absent = {"nixl": reason} if config.backend != "tcp" and (reason := why_missing()) else {}
+    if config.backend == "nixl" and absent:
+        raise StartError(f"transfer.backend is nixl: {absent['nixl']}", help="pip install 'pdctl[nixl]', or backend tcp")
+    ends: list[NixlTransport | TcpTransport] = []
+    if config.backend != "tcp" and not absent:
+        ends.append(NixlTransport(instance, ring=ring, timeout_s=config.timeout))
+    if config.backend == "tcp" or (config.backend == "auto" and not (ring is not None and ring.data.is_cuda)):
+        ends.append(TcpTransport(instance, ring=ring, timeout_s=config.timeout))
+    return EitherTransport(ends, absent)
 
 
 def sending_side(
@@ -43,7 +61,7 @@ def sending_side(
     on_peer_lost: Callable[[str, str], None],
 ) -> SendingSide:
     """`blocks`: uint8 [num_blocks, block_bytes], the pool that is read."""
-    transport = TcpTransport(instance, timeout_s=config.timeout)
+    transport = make_transport(config, instance, None)
     sender = Sender(
         transport,
         blocks,
@@ -54,7 +72,7 @@ def sending_side(
         on_released=on_released,
         on_failed=on_failed,
     )
-    return SendingSide(TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost), sender)
+    return SendingSide(TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost), sender, transport)
 
 
 def receiving_side(
@@ -72,8 +90,7 @@ def receiving_side(
 ) -> ReceivingSide:
     """`blocks`: uint8 [num_blocks, block_bytes], the pool that verified chunks are copied into."""
     ring = LandingRing(config.ring_bytes, blocks.shape[1], config.chunk_tokens // block_size, max_peers)
-    tcp = TcpTransport(instance, ring=ring, timeout_s=config.timeout)
-    transport = with_faults(tcp, ring, os.environ.get("PDCTL_FAULTS", ""))
+    transport = with_faults(make_transport(config, instance, ring), ring, os.environ.get("PDCTL_FAULTS", ""))
     receiver = Receiver(
         ring,
         blocks,

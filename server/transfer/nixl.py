@@ -124,7 +124,22 @@ class NixlTransport:
         if path is not None:
             self._end(path, "disconnected")
         elif self._incoming is None or not self._incoming.disconnect(peer):
-            self._events.append(PeerGone(peer, "disconnected"))
+            self._events.append(PeerGone(peer, "disconnected", is_quiet=not self.may_land(peer)))
+
+    def has_path(self, peer: str) -> bool:
+        return peer in self._outgoing or (self._incoming is not None and self._incoming.has_path(peer))
+
+    def may_land(self, peer: str) -> bool:
+        """Whether something of an ended path of `peer` may still land here."""
+        return self._incoming is not None and self._incoming.may_land(peer)
+
+    def path(self, peer: str) -> str:
+        """What lies between, in words."""
+        return self._outgoing[peer].path
+
+    def fileno(self) -> int:
+        """Readable when a poll would find something, as long as nothing is moving."""
+        return self._selector.fileno()
 
     def post(self, peer: str, tag: ChunkTag, pieces: list[Tensor]) -> int:
         self._handle += 1

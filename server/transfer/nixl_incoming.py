@@ -103,6 +103,12 @@ class Incoming:
             self._end(path, "disconnected")
         return path is not None
 
+    def has_path(self, peer: str) -> bool:
+        return peer in self._paths
+
+    def may_land(self, peer: str) -> bool:
+        return any(path.peer == peer for path in self._leaving)
+
     def close(self) -> None:
         for path in [*self._strangers, *self._paths.values(), *self._leaving]:
             path.line.close()

@@ -54,7 +54,9 @@ class Target:
             raise TransferError(f"peer {peer} offers no nixl address: {sorted(offer)}") from error
 
     def path(self, host_id: str) -> str:
-        return "same host" if host_id == self.host_id else "network"
+        """UCX does not tell what it chose; this is what it could choose from."""
+        where = "this host" if host_id == self.host_id else "the network"
+        return f"ucx on {where}, to {self.memory}"
 
 
 @dataclass(slots=True, eq=False)

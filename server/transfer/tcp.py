@@ -106,6 +106,25 @@ class TcpTransport:
         if not paths:
             self._events.append(PeerGone(peer, "disconnected"))
 
+    def has_path(self, peer: str) -> bool:
+        return peer in self._outgoing or peer in self._incoming
+
+    def may_land(self, peer: str) -> bool:
+        """Never: nothing is read from a socket that is closed."""
+        return False
+
+    def path(self, peer: str) -> str:
+        """What lies between, in words."""
+        return "sockets to {}:{}".format(*self._outgoing[peer].address)
+
+    @property
+    def is_moving(self) -> bool:
+        """A selector knows everything there is to know here."""
+        return False
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
     def post(self, peer: str, tag: ChunkTag, pieces: list[Tensor]) -> int:
         self._handle += 1
         path = self._outgoing.get(peer)

@@ -54,6 +54,7 @@ class Outgoing:
 
     def __init__(self, peer: str, address: tuple[str, int], key: str, instance: str, now: float) -> None:
         self.peer = peer
+        self.address = address
         self.progress_at = now
         self._is_connected = False
         self._views: deque[tuple[memoryview, int]] = deque([(memoryview(preface(key, instance)), 0)])

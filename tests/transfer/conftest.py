@@ -7,7 +7,7 @@ import pytest
 from tests.transfer.world import World
 
 
-@pytest.fixture(params=["local", "tcp", "nixl"])
+@pytest.fixture(params=["local", "tcp", "nixl", "auto"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from server.sequence import SeqId
 from server.transfer.base import Arrived, KVTransport
+from server.transfer.either import EitherTransport
 from server.transfer.faults import Fault, FaultyTransport
 from server.transfer.local import LocalHub, LocalTransport
 from server.transfer.nixl import NixlTransport
@@ -80,8 +81,8 @@ def random_pool(seed: int, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOC
 
 
 class World:
-    """`kind` is local, tcp or nixl. Messages between P and D workers (credit, grant with missing) go straight across, as
-    their control connection would carry them."""
+    """`kind` is local, tcp, nixl or auto. Messages between P and D workers (credit, grant with missing) go straight
+    across, as their control connection would carry them."""
 
     def __init__(
         self,
@@ -154,6 +155,10 @@ class World:
             return LocalTransport(self.hub, instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
         if self.kind == "nixl":
             return NixlTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
+        if self.kind == "auto":
+            nixl = NixlTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
+            tcp = TcpTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
+            return EitherTransport([nixl, tcp], {})
         return TcpTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
 
     def join(self) -> None:
