@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from server.boot import Boot
-from server.errors import PdctlError
+from server.errors import PdctlError, TransferError
 from server.ledger import Entry
 from server.messages import (
     Abort,
@@ -63,6 +63,7 @@ class DecodeWorker(Worker[DecodeEntry]):
     def __init__(self, boot: Boot) -> None:
         super().__init__(boot)
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
+        self.counters |= {"lease_expired": 0, "recomputed": 0}
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
         return super().handlers() | {
@@ -80,7 +81,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             self.boot.config.transfer,
             self.me.instance,
             pool.blocks,
-            pool.spec.block_size,
+            pool.spec,
             self.boot.config.prefill.workers,
             on_complete=lambda id, stats: self.soon(self._covered, id, stats),
             on_missing=lambda id, ranges: self.soon(self._missing, id, ranges),
@@ -89,7 +90,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             on_peer_lost=lambda peer, reason: self.soon(self._path_lost, peer, reason),
         )
         self.transfer, self.receiver, self.ring = side.thread, side.receiver, side.ring
-        self.offer = side.transport.offer()
+        self.offer = side.offer
         self.transfer.start()
 
     def stop_transfer(self) -> None:
@@ -104,8 +105,13 @@ class DecodeWorker(Worker[DecodeEntry]):
 
     def _join(self, channel: Channel) -> None:
         """On the transfer thread, after what an earlier connection of the same peer left there."""
-        slots = self.receiver.peer_joined(channel.peer.instance)
-        self.soon(channel.send, SlotCredit(slots))
+        try:
+            slots = self.receiver.peer_joined(channel.peer.instance)
+        except TransferError as error:  # an earlier path's slots are not quiet yet: it comes again, and finds them so
+            logger.warning("%s: %s", channel.peer.name, error)
+            self.soon(channel.abort)
+        else:
+            self.soon(channel.send, SlotCredit(slots))
 
     def lost(self, channel: Channel) -> None:
         super().lost(channel)
@@ -270,7 +276,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             return
         entry.lease = 0.0
         entry.source = None
-        self.counters["recomputed"] = self.counters.get("recomputed", 0) + 1
+        self.counters["recomputed"] += 1
         self.wake()
 
     # -- RUNNING and FINISHED ------------------------------------------------------------------------------------
@@ -289,6 +295,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         for entry in self.ledger:
             if entry.lease and now > entry.lease:
                 logger.warning("%s: %s stopped renewing its grant", entry.id, entry.prefill)
+                self.counters["lease_expired"] += 1
                 self._compute_here(entry)
         for id, (since, channel) in list(self._parked.items()):
             if now - since > PARK_S:
@@ -303,7 +310,11 @@ class DecodeWorker(Worker[DecodeEntry]):
                 **{name: getattr(load, name) for name in load.__struct_fields__},
                 "slots_total": counts.total,
                 "slots_free": counts.idle,
-                "counters": {**self.counters, **self.transfer.counters()},
+                "counters": {
+                    **self.counters,
+                    **self.transfer.counters(),
+                    "quarantined_slots": float(counts.quarantined),
+                },
             }
         )
 

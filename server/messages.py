@@ -82,7 +82,8 @@ class Renew(Message, frozen=True):
 
 
 class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
-    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence."""
+    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence, made
+    `num_bytes` small by `codec` (0: as they are)."""
 
     id: SeqId
     generation: int
@@ -91,6 +92,7 @@ class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     num_bytes: int
     checksum: int
+    codec: int = 0
 
 
 class SlotCredit(Message, frozen=True):
@@ -141,6 +143,16 @@ class AbortAck(Message, frozen=True):
     id: SeqId
 
 
+class LinkState(msgspec.Struct, frozen=True):
+    """How KV goes to one decode worker: over what and why, and what it has carried (verified there) in which time."""
+
+    transport: str
+    why: str
+    codec: str
+    bytes: int
+    seconds: float
+
+
 class Load(Message, frozen=True):
     """worker -> router, a few times a second: what routing, watermarks and /admin/state need."""
 
@@ -160,6 +172,7 @@ class Load(Message, frozen=True):
     busy_share: float = 0.0
     counters: dict[str, float] = {}
     integrity: str = ""
+    links: dict[str, LinkState] = {}
 
 
 class Heartbeat(Message, frozen=True):

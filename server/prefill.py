@@ -17,12 +17,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from server.boot import Boot
 from server.engine.engine import StepResult
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry
-from server.messages import Abort, Done, Grant, GrantRequest, Prefill, Renew, SeqToken, SlotCredit, Tokens
+from server.messages import (
+    Abort,
+    Card,
+    Done,
+    Grant,
+    GrantRequest,
+    LinkState,
+    Load,
+    Prefill,
+    Renew,
+    SeqToken,
+    SlotCredit,
+    Tokens,
+)
 from server.sequence import SeqId, Sequence
 from server.transfer.build import sending_side
 from server.wire import Channel, connect, greet
@@ -67,16 +82,33 @@ class PrefillWorker(Worker[PrefillEntry]):
             self.boot.config.transfer,
             self.me.instance,
             pool.blocks,
-            pool.spec.block_size,
+            pool.spec,
             on_released=self._released,
             on_failed=lambda id, reason: self.soon(self._push_failed, id, reason),
             on_peer_lost=lambda peer, reason: self.soon(self._path_lost, peer, reason),
         )
-        self.transfer, self.sender = side.thread, side.sender
+        self.transfer, self.sender, self.transport = side.thread, side.sender, side.transport
+        self.offer = side.transport.offer()
         self.transfer.start()
 
     def stop_transfer(self) -> None:
         self.transfer.close()
+
+    def card(self) -> Card:
+        return Card(same=self.facts, offer=self.offer)
+
+    def load(self, busy_share: float) -> Load:
+        load = super().load(busy_share)
+        links = {name: self._link_state(channel.peer.instance) for name, channel in self.links.items()}
+        counters = {**self.counters, **self.transfer.counters()}
+        return msgspec.structs.replace(load, counters=counters, links={n: link for n, link in links.items() if link})
+
+    def _link_state(self, instance: str) -> LinkState | None:
+        chosen, known = self.transport.chosen.get(instance), self.sender.link(instance)
+        if chosen is None or known is None:
+            return None
+        link, codec = known
+        return LinkState(*chosen, codec, link.bytes, round(link.seconds, 6))
 
     def start_links(self) -> None:
         for name, address in self.boot.addresses.items():
@@ -103,7 +135,7 @@ class PrefillWorker(Worker[PrefillEntry]):
     def joined(self, channel: Channel) -> None:
         if channel.peer.role == "decode" and channel.card is not None:
             self.links[channel.peer.name] = channel
-            self.transfer.call(self.sender.connect_peer, channel.peer.instance, channel.card.offer)
+            self.transfer.connect_peer(channel.peer.instance, channel.card.offer)
 
     def lost(self, channel: Channel) -> None:
         super().lost(channel)

@@ -10,7 +10,8 @@ from torch import Tensor
 from server.config import Transfer
 from server.errors import StartError
 from server.sequence import SeqId
-from server.transfer.base import KVTransport, Range
+from server.transfer.base import KVTransport, Offer, Range
+from server.transfer.codec import BlockSpec, Codec
 from server.transfer.either import EitherTransport
 from server.transfer.faults import with_faults
 from server.transfer.nixl import NixlTransport
@@ -35,13 +36,16 @@ class ReceivingSide:
     receiver: Receiver
     ring: LandingRing
     transport: KVTransport
+    offer: Offer
 
 
 def make_transport(config: Transfer, instance: str, ring: LandingRing | None) -> EitherTransport:
     """What the profile's `transfer.backend` asks for. Raises StartError when that is not to be had."""
     absent = {"nixl": reason} if config.backend != "tcp" and (reason := why_missing()) else {}
     if config.backend == "nixl" and absent:
-        raise StartError(f"transfer.backend is nixl: {absent['nixl']}", help="pip install 'pdctl[nixl]', or backend tcp")
+        raise StartError(
+            f"transfer.backend is nixl: {absent['nixl']}", help="pip install 'pdctl[nixl]', or backend tcp"
+        )
     ends: list[NixlTransport | TcpTransport] = []
     if config.backend != "tcp" and not absent:
         ends.append(NixlTransport(instance, ring=ring, timeout_s=config.timeout))
@@ -50,11 +54,17 @@ def make_transport(config: Transfer, instance: str, ring: LandingRing | None) ->
     return EitherTransport(ends, absent)
 
 
+def make_codec(config: Transfer, spec: BlockSpec) -> Codec | None:
+    if config.compression == "none":
+        return None
+    return Codec(config.compression, spec.dtype, spec.block_size * spec.head_dim)
+
+
 def sending_side(
     config: Transfer,
     instance: str,
     blocks: Tensor,
-    block_size: int,
+    spec: BlockSpec,
     *,
     on_released: Callable[[SeqId], None],
     on_failed: Callable[[SeqId, str], None],
@@ -65,10 +75,11 @@ def sending_side(
     sender = Sender(
         transport,
         blocks,
-        block_size,
+        spec.block_size,
         chunk_tokens=config.chunk_tokens,
         max_inflight=config.max_inflight,
         checksum=config.checksum == "full",
+        codec=make_codec(config, spec),
         on_released=on_released,
         on_failed=on_failed,
     )
@@ -79,7 +90,7 @@ def receiving_side(
     config: Transfer,
     instance: str,
     blocks: Tensor,
-    block_size: int,
+    spec: BlockSpec,
     max_peers: int,
     *,
     on_complete: Callable[[SeqId, ReceiveStats], None],
@@ -89,12 +100,13 @@ def receiving_side(
     on_peer_lost: Callable[[str, str], None],
 ) -> ReceivingSide:
     """`blocks`: uint8 [num_blocks, block_bytes], the pool that verified chunks are copied into."""
-    ring = LandingRing(config.ring_bytes, blocks.shape[1], config.chunk_tokens // block_size, max_peers)
+    ring = LandingRing(config.ring_bytes, blocks.shape[1], config.chunk_tokens // spec.block_size, max_peers)
     transport = with_faults(make_transport(config, instance, ring), ring, os.environ.get("PDCTL_FAULTS", ""))
     receiver = Receiver(
         ring,
         blocks,
         checksum=config.checksum == "full",
+        codec=make_codec(config, spec),
         on_complete=on_complete,
         on_missing=on_missing,
         on_failed=on_failed,
@@ -103,4 +115,4 @@ def receiving_side(
         wake=transport.wake,
     )
     thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost)
-    return ReceivingSide(thread, receiver, ring, transport)
+    return ReceivingSide(thread, receiver, ring, transport, {**transport.offer(), "kv_codec": config.compression})

@@ -101,9 +101,7 @@ class EitherTransport:
             moving = next((end for end in self._ends if end.is_moving), None)
             if moving is not None:
                 # It wants to be polled on; what the others have is looked at in between.
-                events += [
-                    self._renumber(event, self._ends.index(moving)) for event in moving.poll(min(left, 0.002))
-                ]
+                events += [self._renumber(event, self._ends.index(moving)) for event in moving.poll(min(left, 0.002))]
                 if events:
                     return events
             else:

@@ -21,14 +21,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Range
 from server.transfer.checksum import Checksum
+from server.transfer.codec import Codec
 from server.transfer.coverage import Coverage, adjacent
 from server.transfer.ring import LandingRing
 
 PATIENCE_S = 1.0  # after token 0 with no new chunk; doubles each time
+_COUNTERS = (
+    "received received_bytes received_kv_bytes decode_s duplicate dropped_unknown dropped_range "
+    "checksum_failures codec_failures lost resends failed"
+)
 MAX_ASKS = 4  # in a row that brought nothing new
 
 
@@ -90,6 +96,7 @@ class Receiver:
         blocks: Tensor,
         *,
         checksum: bool,
+        codec: Codec | None = None,
         on_complete: Callable[[SeqId, ReceiveStats], None],
         on_missing: Callable[[SeqId, tuple[Range, ...]], None],
         on_failed: Callable[[SeqId, int], None],
@@ -97,11 +104,11 @@ class Receiver:
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        names = "received received_bytes duplicate dropped_unknown dropped_range checksum_failures lost resends failed"
-        self.counters = dict.fromkeys(names.split(), 0.0)
+        self.counters = dict.fromkeys(_COUNTERS.split(), 0.0)
         self._ring = ring
         self._blocks = blocks
         self._checksum = Checksum(ring.slot_bytes, ring.data.device) if checksum else None
+        self._codec = codec
         self._on_complete = on_complete
         self._on_missing = on_missing
         self._on_failed = on_failed
@@ -213,11 +220,14 @@ class Receiver:
                 wanted.chunks += 1
         if wanted is None or not self._is_intact(wanted, tag):
             return None
+        source = self._source(wanted, tag)
+        if source is None:
+            return None
         with self._lock:
             if self._receives.get(tag.id) is not wanted:
                 self.counters["dropped_unknown"] += 1  # revoked while it was being verified
                 return None
-            self._copy(wanted, tag)
+            self._copy(wanted, tag, source)
             return wanted
 
     def _find(self, peer: str, tag: ChunkTag) -> _Receive | None:
@@ -237,7 +247,8 @@ class Receiver:
         return None
 
     def _is_whole(self, tag: ChunkTag) -> bool:
-        return tag.num_bytes == tag.num_blocks * self._ring.block_bytes
+        whole = tag.num_blocks * self._ring.block_bytes
+        return tag.num_bytes < whole if tag.codec else tag.num_bytes == whole
 
     def _is_intact(self, wanted: _Receive, tag: ChunkTag) -> bool:
         if self._checksum is None or self._checksum([self._ring.data[tag.slot, : tag.num_bytes]]) == tag.checksum:
@@ -246,9 +257,24 @@ class Receiver:
         self._ask(wanted, ((tag.first_block, tag.first_block + tag.num_blocks),))
         return False
 
-    def _copy(self, wanted: _Receive, tag: ChunkTag) -> None:
+    def _source(self, wanted: _Receive, tag: ChunkTag) -> Tensor | None:
+        """The chunk's blocks, decoded if need be; None and asked for again when they cannot be."""
+        slot = self._ring.data[tag.slot]
+        if not tag.codec:
+            return slot.view(-1, self._ring.block_bytes)
+        try:
+            if self._codec is None:
+                raise TransferError("encoded, though no codec was agreed on")
+            plain = self._codec.decode(tag.codec, slot[: tag.num_bytes], tag.num_blocks * self._ring.block_bytes)
+        except TransferError:
+            self.counters["codec_failures"] += 1
+            self._ask(wanted, ((tag.first_block, tag.first_block + tag.num_blocks),))
+            return None
+        self.counters["decode_s"] = self._codec.seconds
+        return plain.view(-1, self._ring.block_bytes)
+
+    def _copy(self, wanted: _Receive, tag: ChunkTag, source: Tensor) -> None:
         """Only blocks that lack it: what is covered may be in use already."""
-        source = self._ring.data[tag.slot].view(-1, self._ring.block_bytes)
         lacking = wanted.coverage.lacking(tag.first_block, tag.num_blocks)
         for first, stop in adjacent(lacking, wanted.table):
             target = wanted.table[first]
@@ -263,6 +289,7 @@ class Receiver:
         wanted.asks = 0
         self.counters["received"] += 1
         self.counters["received_bytes"] += tag.num_bytes
+        self.counters["received_kv_bytes"] += tag.num_blocks * self._ring.block_bytes
 
     def _complete(self, wanted: _Receive) -> None:
         with self._lock:

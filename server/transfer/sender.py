@@ -13,10 +13,12 @@ thread. A slot is spent by a post and comes back only by the peer's SlotCredit, 
 it has copied the bytes out.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from server.errors import TransferError
@@ -24,7 +26,11 @@ from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Offer, Range, SendFailed, Sent
 from server.transfer.checksum import Checksum
+from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
+
+_COUNTERS = "sent sent_bytes sent_kv_bytes encode_s resent send_failed unexpected"
+_STAGING_ROWS = 16  # encoded chunks under way, to all peers together
 
 
 @dataclass(slots=True, eq=False)
@@ -61,12 +67,44 @@ class _Push:
         return (first, self.sent), False
 
 
+@dataclass(slots=True)
+class Link:
+    """What went to one peer and came back verified, and the seconds in which something was on its way there."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     slot_blocks: int
+    codec: Codec | None
+    link: Link
     credits: deque[int] = field(default_factory=deque)
     turn: deque[_Push] = field(default_factory=deque)  # sequences with work, each once
     num_posts: int = 0
+    out: dict[int, int] = field(default_factory=dict)  # slots that the peer has not given back yet: bytes in them
+    out_since: float = 0.0
+
+    def spend(self, slot: int, num_bytes: int, now: float) -> None:
+        if not self.out:
+            self.out_since = now
+        self.out[slot] = num_bytes
+
+    def take_back(self, slots: Iterable[int], now: float) -> None:
+        """Bytes count once the peer has verified and copied them, so that no buffer in between makes a link fast."""
+        was_out = bool(self.out)
+        self.link.bytes += sum(self.out.pop(slot, 0) for slot in slots)
+        if was_out:
+            self.link.seconds += now - self.out_since
+            self.out_since = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    push: _Push
+    peer: _Peer
+    row: int  # of the staging memory; -1: sent from the pool
 
 
 class Sender:
@@ -79,12 +117,16 @@ class Sender:
         chunk_tokens: int,
         max_inflight: int,
         checksum: bool,
+        codec: Codec | None = None,
+        clock: Callable[[], float] = time.monotonic,
         on_released: Callable[[SeqId], None],
         on_failed: Callable[[SeqId, str], None],
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self.max_inflight = max_inflight
-        self.counters = dict.fromkeys(("sent", "sent_bytes", "resent", "send_failed", "unexpected"), 0.0)
+        self.counters = dict.fromkeys(
+            ("sent", "sent_bytes", "sent_kv_bytes", "encode_s", "resent", "send_failed", "unexpected"), 0.0
+        )
         self._transport = transport
         self._blocks = blocks
         self._block_size = block_size
@@ -94,8 +136,16 @@ class Sender:
         self._on_failed = on_failed
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[SeqId, _Push] = {}
-        self._posts: dict[int, tuple[_Push, _Peer]] = {}
+        self._posts: dict[int, _Post] = {}
+        self._clock = clock
+        self._codec = codec
+        self._free_rows: list[int] = []
         transport.register(blocks)
+        if codec is not None:
+            row_bytes = max(1, chunk_tokens // block_size) * blocks.shape[1]
+            self._staging = torch.zeros(_STAGING_ROWS, row_bytes, dtype=torch.uint8, device=blocks.device)
+            self._free_rows = list(range(_STAGING_ROWS))
+            transport.register(self._staging)
 
     @property
     def is_busy(self) -> bool:
@@ -116,7 +166,11 @@ class Sender:
         self._transport.connect(peer, offer)
         if self._has_checksum and (self._checksum is None or self._checksum.max_bytes < slot_bytes):
             self._checksum = Checksum(slot_bytes, self._blocks.device)
-        self._peers[peer] = _Peer(slot_bytes // block_bytes)
+        codec = self._codec if self._codec is not None and offer.get("kv_codec") == self._codec.name else None
+        slot_blocks = slot_bytes // block_bytes
+        if codec is not None:
+            slot_blocks = min(slot_blocks, self._staging.shape[1] // block_bytes)
+        self._peers[peer] = _Peer(slot_blocks, codec, Link())
 
     def peer_gone(self, peer: str, reason: str = "") -> None:
         """Its sequences fail; each still waits for its `drop`, and for what is in flight to end."""
@@ -128,8 +182,15 @@ class Sender:
     def credit(self, peer: str, slots: Iterable[int]) -> None:
         """These slots may be written. One that is here already is not here twice."""
         if (known := self._peers.get(peer)) is not None:
+            slots = tuple(slots)
+            known.take_back(slots, self._clock())
             known.credits += [slot for slot in slots if slot not in known.credits]
             self.pump()
+
+    def link(self, peer: str) -> tuple[Link, str] | None:
+        """What it has carried so far, and the codec of the pair. From any thread."""
+        known = self._peers.get(peer)
+        return None if known is None else (known.link, known.codec.name if known.codec is not None else "none")
 
     def open(self, id: SeqId, peer: str, generation: int, table: list[int], num_tokens: int, first_block: int) -> None:
         """Blocks [first_block, ceil(num_tokens / block_size)) of `table` will be pushed to `peer`. For an id that is
@@ -142,9 +203,9 @@ class Sender:
             self._leave(old)
             old.is_dropped = True
             push.num_posts = old.num_posts
-            for handle, (owner, known) in self._posts.items():
-                if owner is old:
-                    self._posts[handle] = (push, known)
+            for handle, post in self._posts.items():
+                if post.push is old:
+                    self._posts[handle] = replace(post, push=push)
         self._pushes[id] = push
         if peer not in self._peers:
             self.fail(id, f"no path to peer {peer}")
@@ -195,7 +256,10 @@ class Sender:
 
     def ended(self, event: Sent | SendFailed) -> None:
         """A post is terminal."""
-        push, peer = self._posts.pop(event.handle)
+        post = self._posts.pop(event.handle)
+        push, peer = post.push, post.peer
+        if post.row >= 0:
+            self._free_rows.append(post.row)
         push.num_posts -= 1
         peer.num_posts -= 1
         try:
@@ -209,7 +273,7 @@ class Sender:
     def pump(self) -> None:
         """Posts what credit and in-flight room allow, one chunk a sequence in turn."""
         for name, peer in list(self._peers.items()):
-            while peer.turn and peer.credits and peer.num_posts < self.max_inflight:
+            while peer.turn and peer.credits and peer.num_posts < self.max_inflight and self._has_room(peer):
                 push = peer.turn.popleft()
                 try:
                     self._post(name, peer, push)
@@ -221,17 +285,33 @@ class Sender:
     def _post(self, name: str, peer: _Peer, push: _Push) -> None:
         max_blocks = max(1, min(self.chunk_tokens // self._block_size, peer.slot_blocks))
         (first, stop), is_again = push.cut(max_blocks)
-        pieces = self._pieces(push.table[first:stop])
-        num_bytes = (stop - first) * self._blocks.shape[1]
+        kv_bytes = (stop - first) * self._blocks.shape[1]
+        pieces, row, code = self._encoded(peer, push.table[first:stop])
+        num_bytes = kv_bytes if row < 0 else pieces[0].numel()
         checksum = self._checksum(pieces) if self._checksum is not None else 0
         slot = peer.credits.popleft()
-        tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum)
+        tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code)
         handle = self._transport.post(name, tag, pieces)
-        self._posts[handle] = (push, peer)
+        self._posts[handle] = _Post(push, peer, row)
+        peer.spend(slot, num_bytes, self._clock())
         push.num_posts += 1
         peer.num_posts += 1
         self.counters["resent" if is_again else "sent"] += 1
         self.counters["sent_bytes"] += num_bytes
+        self.counters["sent_kv_bytes"] += kv_bytes
+
+    def _has_room(self, peer: _Peer) -> bool:
+        return peer.codec is None or bool(self._free_rows)
+
+    def _encoded(self, peer: _Peer, ids: list[int]) -> tuple[list[Tensor], int, int]:
+        """(pieces, staging row, codec): from the pool where the pair has no codec or the chunk would not shrink."""
+        if peer.codec is not None:
+            row = self._free_rows[-1]
+            code, num_bytes = peer.codec.encode(self._blocks, ids, self._staging[row])
+            self.counters["encode_s"] = peer.codec.seconds
+            if code:
+                return [self._staging[self._free_rows.pop(), :num_bytes]], row, code
+        return self._pieces(ids), -1, 0
 
     def _pieces(self, ids: list[int]) -> list[Tensor]:
         """Runs of adjacent block ids, each one contiguous piece of the pool."""

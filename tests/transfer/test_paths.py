@@ -271,5 +271,7 @@ def test_nobody_listens(kind: str) -> None:
     world.p_thread.run(lambda: None)
     assert world.d_thread.close(WAIT_S)
     world.p_thread.connect_peer("D", offer)
-    assert world.p.get("lost")[2].startswith("NIXL refuses" if kind in ("nixl", "auto") else "cannot connect: Connection refused")
+    assert world.p.get("lost")[2].startswith(
+        "NIXL refuses" if kind in ("nixl", "auto") else "cannot connect: Connection refused"
+    )
     world.close()
