@@ -102,7 +102,15 @@ def _worker(worker: dict[str, Any]) -> dict[str, Any]:
         "running": load.get("running"),
         "kv": load.get("blocks_used", 0) / total if total else None,
         "load": load,
+        "links": [link_line(name, link) for name, link in sorted((load.get("links") or {}).items())],
     }
+
+
+def link_line(decode: str, link: dict[str, Any]) -> str:
+    """Over what KV goes to one decode worker, why, and how fast it went so far, verification included."""
+    rate = f"{link['bytes'] / link['seconds'] / 1e6:.0f} MB/s" if link["seconds"] else "nothing sent yet"
+    codec = "" if link["codec"] == "none" else f", {link['codec']}"
+    return f"{decode}: {link['transport']} ({link['why']}){codec}, {rate}"
 
 
 def _process(process: ProcessInfo, state: str, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +176,7 @@ def show(value: dict[str, Any], style: Style) -> str:
             lines.append(f"{process['name']}: {process['last_exit']['reason']}, {ago} ago (log: {process['log']})")
         if problem := process["numbers"].get("unreachable"):
             lines.append(f"{process['name']}: {problem}")
+        lines += [f"{process['name']} > {link}" for link in process["numbers"].get("links", [])]
     if value["state"] in ("failed", "stopped") and value.get("reason"):
         lines.append(f"{value['state']}: {value['reason']}")
     if value["state"].startswith("supervisor"):

@@ -6,7 +6,7 @@ Per-request figures are observed once, when the request ends; nothing here runs 
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -28,11 +28,16 @@ class RouterMetrics:
         self.output_tokens = Counter("pdctl_output_tokens", "Output tokens of finished sequences", registry=reg)
         self.cached_tokens = Counter("pdctl_cached_tokens", "Prompt tokens found in a prefix cache", registry=reg)
         self.sequences = Counter("pdctl_sequences", "Finished sequences", ["path", "reason"], registry=reg)
-        self.kv_bytes = Counter("pdctl_kv_bytes", "KV bytes handed over", registry=reg)
-        self.wire_bytes = Counter("pdctl_wire_bytes", "Bytes on the wire for them", registry=reg)
-        self.resends = Counter("pdctl_resends", "Chunks asked for again", registry=reg)
+        # Of the same transfers as the transfer stage's seconds: those that ended complete.
+        self.kv_bytes = Counter("pdctl_kv_transfer_bytes", "KV bytes handed over", registry=reg)
+        self.wire_bytes = Counter("pdctl_kv_transfer_wire_bytes", "Bytes on the wire for them", registry=reg)
+        self.chunks = Counter("pdctl_kv_transfer_chunks", "Chunks that brought them", registry=reg)
+        self.resends = Counter("pdctl_kv_transfer_resends", "Ranges asked for again", registry=reg)
+        self.overlapped_bytes = Counter(
+            "pdctl_kv_transfer_overlapped_bytes", "KV bytes verified before the first token was", registry=reg
+        )
         self.stages = {
-            name: Histogram(f"pdctl_{name}_seconds", doc, buckets=buckets, registry=reg)
+            name: Histogram(f"pdctl_{'kv_' * (name == 'transfer')}{name}_seconds", doc, buckets=buckets, registry=reg)
             for name, doc, buckets in (
                 ("ttft", "Request received to first token", _SECONDS),
                 ("second_token", "First token to second, the hand-over gap", _TOKEN_SECONDS),
@@ -42,6 +47,7 @@ class RouterMetrics:
                 ("prefill_queue", "Time in the prefill worker's queue", _SECONDS),
                 ("grant_wait", "Grant asked to grant held", _SECONDS),
                 ("transfer", "First chunk to last block verified", _TOKEN_SECONDS),
+                ("kv_transfer_first_chunk", "Prefill began to first chunk verified", _SECONDS),
                 ("decode_queue", "KV ready to first decode step", _SECONDS),
             )
         }
@@ -58,11 +64,12 @@ class _Samples(Collector):
     def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
         self._samples = samples
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        families: dict[str, GaugeMetricFamily] = {}
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for name, doc, labels, value in self._samples():
             family = families.get(name)
             if family is None:
-                family = families[name] = GaugeMetricFamily(name, doc, labels=list(labels))
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = families[name] = kind(name, doc, labels=list(labels))
             family.add_metric(list(labels.values()), value)
         return families.values()

@@ -61,6 +61,17 @@ class Health:
         return None
 
 
+_TRANSFER_COUNTERS = {
+    "checksum_failures_total": "Chunks whose bytes were not those that were sent",
+    "lost_total": "Chunks that came empty",
+    "lease_expired_total": "Grants that prefill stopped renewing",
+    "recomputed_total": "Sequences computed on the decode side after all",
+    "quarantined_slots": "Ring slots that an ended path might still write",
+    "encode_s_total": "Seconds in the codec, sending",
+    "decode_s_total": "Seconds in the codec, receiving",
+}
+
+
 class Admin:
     def __init__(
         self,
@@ -165,6 +176,21 @@ class Admin:
             for name, value in _load(worker).items():
                 if isinstance(value, int | float):
                     yield f"pdctl_worker_{name}", f"Load.{name} as last reported", labels, float(value)
+            yield from _transfer_samples(worker)
+
+
+def _transfer_samples(worker: Worker) -> Iterable[Sample]:
+    """Of a path: bytes verified at the other end, and the seconds in which something was under way."""
+    if worker.load is None:
+        return
+    labels = {"worker": worker.name}
+    for name, doc in _TRANSFER_COUNTERS.items():
+        if (value := worker.load.counters.get(name.removesuffix("_total"))) is not None:
+            yield f"pdctl_kv_transfer_{name}", doc, labels, value
+    for decode, link in worker.load.links.items():
+        pair = {"prefill": worker.name, "decode": decode, "transport": link.transport, "codec": link.codec}
+        yield "pdctl_kv_link_bytes_total", "Wire bytes verified at the other end", pair, float(link.bytes)
+        yield "pdctl_kv_link_seconds_total", "Seconds with any of them under way", pair, link.seconds
 
 
 def _status(is_good: bool, state: str) -> Response:

@@ -226,8 +226,12 @@ def _observe(metrics: RouterMetrics, record: Record) -> None:
     for name in ("prefill_queue", "grant_wait", "transfer", "decode_queue"):
         if stages[f"{name}_ms"] is not None:
             seconds[name].observe(stages[f"{name}_ms"] / 1000)
-    for name in ("kv_bytes", "wire_bytes", "resends"):
+    for name in ("kv_bytes", "wire_bytes", "chunks", "resends"):
         getattr(metrics, name).inc(stages[name] or 0)
+    metrics.overlapped_bytes.inc((stages["overlap"] or 0) * (stages["kv_bytes"] or 0))
+    if stages["first_chunk_ms"] is not None and stages["prefill_start_ms"] is not None:
+        first_chunk = stages["first_chunk_ms"] - stages["prefill_start_ms"]
+        seconds["kv_transfer_first_chunk"].observe(max(0.0, first_chunk / 1000))
 
 
 def lengths(job: Job, max_len: int, param: str) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from server.sequence import SeqId
 from server.transfer.base import Arrived, KVTransport
+from server.transfer.codec import Codec
 from server.transfer.either import EitherTransport
 from server.transfer.faults import Fault, FaultyTransport
 from server.transfer.local import LocalHub, LocalTransport
@@ -96,9 +97,13 @@ class World:
         block_bytes: int = BLOCK_BYTES,
         num_blocks: int = NUM_BLOCKS,
         checksum: bool = True,
+        codec: Codec | None = None,
+        receiver_codec: Codec | None = None,
+        offered_codec: str = "none",
         start: bool = True,
     ) -> None:
         self.kind = kind
+        self.offered_codec = offered_codec
         self.clock = Clock()
         self.hub = LocalHub()
         self.fault: Callable[[Arrived], Fault] = lambda arrived: Fault.NONE
@@ -117,6 +122,7 @@ class World:
             chunk_tokens=chunk_blocks * BLOCK_SIZE,
             max_inflight=max_inflight,
             checksum=checksum,
+            codec=codec,
             on_released=lambda seq_id: self.p.put("released", seq_id),
             on_failed=lambda seq_id, reason: self.p.put("failed", seq_id, reason),
         )
@@ -124,6 +130,7 @@ class World:
             self.ring,
             self.pool,
             checksum=checksum,
+            codec=receiver_codec,
             on_complete=lambda seq_id, stats: self.d.put("complete", seq_id, stats),
             on_missing=self._missing,
             on_failed=lambda seq_id, prefix: self.d.put("failed", seq_id, prefix),
@@ -162,7 +169,7 @@ class World:
         return TcpTransport(instance, ring=ring, timeout_s=self.timeout_s, clock=self.clock)
 
     def join(self) -> None:
-        self.p_thread.connect_peer("D", self.faults.offer())
+        self.p_thread.connect_peer("D", {**self.faults.offer(), "kv_codec": self.offered_codec})
         if isinstance(self.d_end, TcpTransport):
             incoming = self.d_end._incoming
             until(lambda: "P" in incoming, what="the path is admitted")
