@@ -108,6 +108,8 @@ def _worker(worker: dict[str, Any]) -> dict[str, Any]:
 
 def link_line(decode: str, link: dict[str, Any]) -> str:
     """Over what KV goes to one decode worker, why, and how fast it went so far, verification included."""
+    if not link["transport"]:
+        return f"{decode}: {link['why']}"
     rate = f"{link['bytes'] / link['seconds'] / 1e6:.0f} MB/s" if link["seconds"] else "nothing sent yet"
     codec = "" if link["codec"] == "none" else f", {link['codec']}"
     return f"{decode}: {link['transport']} ({link['why']}){codec}, {rate}"

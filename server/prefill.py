@@ -70,6 +70,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         super().__init__(boot)
         self.links: dict[str, Channel] = {}
         self._renewed = 0.0
+        self._refusals: dict[str, str] = {}  # by decode worker: which card fields differ
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
         return super().handlers() | {Grant: self.on_grant, SlotCredit: self.on_credit, Done: self.on_done}
@@ -101,7 +102,9 @@ class PrefillWorker(Worker[PrefillEntry]):
         load = super().load(busy_share)
         links = {name: self._link_state(channel.peer.instance) for name, channel in self.links.items()}
         counters = {**self.counters, **self.transfer.counters()}
-        return msgspec.structs.replace(load, counters=counters, links={n: link for n, link in links.items() if link})
+        refused = {name: LinkState("", f"refused: {why}", "none", 0, 0.0) for name, why in self._refusals.items()}
+        known = {name: link for name, link in links.items() if link is not None}
+        return msgspec.structs.replace(load, counters=counters, links=refused | known)
 
     def _link_state(self, instance: str) -> LinkState | None:
         chosen, known = self.transport.chosen.get(instance), self.sender.link(instance)
@@ -124,11 +127,13 @@ class PrefillWorker(Worker[PrefillEntry]):
                 await greet(channel, self.me, self.secret, self.card())
             except HandshakeRefused as error:
                 logger.error("%s refuses this worker: %s", name, error)
+                self._refusals[name] = error.message
                 delay = RELINK_S[1]
             except (PeerLost, ProtocolError, TimeoutError):
                 delay = min(RELINK_S[1], delay * 2)
             else:
                 delay = RELINK_S[0]
+                self._refusals.pop(name, None)
                 await self.converse(channel)
             await asyncio.sleep(delay)
 

@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command("ls")(ls)
     app.command()(logs)
     app.command()(env)
+    app.command()(doctor)
 
 
 def status(
@@ -133,3 +134,19 @@ def env(context: typer.Context, name: Name = None, name_option: NameOption = Non
     print(f"export OPENAI_BASE_URL={shlex.quote(f'{stack.url}/v1')}")
     print(f"export OPENAI_API_KEY={shlex.quote(api_key(stack))}")
     return Exit.OK
+
+
+def doctor(
+    context: typer.Context,
+    as_json: AsJson = False,
+    measures: Annotated[bool, typer.Option("--measure/--no-measure", help="transports, about 10 s")] = True,
+) -> int:
+    """What of this machine and its stacks stands in the way, each with a fix. Exit: 0, or 5 where something fails."""
+    from pdctl import doctor as office
+
+    findings, measured = office.examine(settings(context).root, measures=measures)
+    if as_json:
+        print_json(office.to_json(findings, measured))
+    else:
+        print(office.show(findings))
+    return office.exit_of(findings)

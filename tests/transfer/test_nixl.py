@@ -65,7 +65,7 @@ def test_trait_the_note_leaves_only_when_the_initiator_polls() -> None:
 
 
 def test_trait_a_released_write_is_not_recalled() -> None:
-    """What was posted lands, whatever the initiator thinks of it by then. So a slot is the writer's until its line ends."""
+    """What was posted lands, whatever the initiator thinks by then. So a slot is the writer's until its line ends."""
     pair = Pair("trait3")
     handle = pair.write()
     pair.p.release(handle)
