@@ -18,7 +18,20 @@ from typing import Any, cast
 from server.boot import Boot
 from server.errors import PdctlError
 from server.ledger import Entry
-from server.messages import Abort, Card, Decode, Done, Grant, GrantRequest, Load, Renew, SeqToken, SlotCredit, Tokens
+from server.messages import (
+    Abort,
+    Card,
+    Decode,
+    Done,
+    Grant,
+    GrantRequest,
+    Load,
+    Prefill,
+    Renew,
+    SeqToken,
+    SlotCredit,
+    Tokens,
+)
 from server.sequence import SeqId, SeqState, Sequence, Token
 from server.transfer.build import receiving_side
 from server.transfer.receiver import ReceiveStats
@@ -120,6 +133,14 @@ class DecodeWorker(Worker[DecodeEntry]):
 
     def new_entry(self, seq: Sequence, owner: Channel) -> Entry:
         return DecodeEntry(seq, owner, heard=self.clock())
+
+    def on_prefill(self, channel: Channel, message: Prefill) -> None:
+        """The whole sequence here; of one that is expected already: prefill failed, go on alone."""
+        entry = self.ledger.get(message.id)
+        if entry is None:
+            super().on_prefill(channel, message)
+        else:
+            self._compute_here(entry)
 
     def on_decode(self, channel: Channel, message: Decode) -> None:
         if self.ledger.knew(message.id):
@@ -236,9 +257,10 @@ class DecodeWorker(Worker[DecodeEntry]):
         """Goes on without prefill: from the verified prefix, and with token 0 if it is known."""
         state = entry.seq.state
         if state is SeqState.RECEIVING:
-            prefix = self.receiver.revoke(entry.id) if verified is None else verified
+            if verified is None and not entry.is_covered:
+                verified = self.receiver.revoke(entry.id)
             with self.engine.lock:
-                self.engine.scheduler.recompute(entry.id, prefix, entry.token0)
+                self.engine.scheduler.recompute(entry.id, verified, entry.token0)
         elif state is SeqState.EXPECTED:
             with self.engine.lock:
                 self.engine.scheduler.abort(entry.id)

@@ -38,7 +38,7 @@ class Hello(Message, frozen=True):
 
 class Prefill(Message, frozen=True):
     """router -> prefill: read this prompt for decode worker `decode`. router -> any worker with `decode` empty: do the
-    whole sequence there."""
+    whole sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone."""
 
     id: SeqId
     prompt: list[int]
@@ -100,11 +100,12 @@ class SlotCredit(Message, frozen=True):
 
 
 class SeqToken(msgspec.Struct, frozen=True, array_like=True):
-    """Token `token` is output number `index` of sequence `id`."""
+    """Token `token` is output number `index` of sequence `id`. `num_cached`, prefix hits, counts at index 0."""
 
     id: SeqId
     index: int
     token: Token
+    num_cached: int = 0
 
 
 class Tokens(Message, frozen=True):

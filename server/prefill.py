@@ -42,7 +42,8 @@ class PrefillEntry(Entry):
     is_asked: bool = False
     is_granted: bool = False
     is_opened: bool = False  # the sender knows it
-    is_handed_over: bool = False
+    is_handed_over: bool = False  # token 0 went out
+    is_received: bool = False  # decode has every block; may be known before the loop here hears of token 0
 
 
 class PrefillWorker(Worker[PrefillEntry]):
@@ -210,8 +211,10 @@ class PrefillWorker(Worker[PrefillEntry]):
             self.drop(entry, "ended with its first token")
             return
         entry.is_handed_over = True
-        entry.link.send(Tokens((SeqToken(seq.id, 0, step.token),)))
         entry.owner.send(Done(seq.id, "handed_over", seq.num_cached, entry.stages))
+        entry.link.send(Tokens((SeqToken(seq.id, 0, step.token),)))
+        if entry.is_received:
+            self._let_go(entry)
 
     def after_step(self) -> None:
         self._ask()
@@ -219,7 +222,9 @@ class PrefillWorker(Worker[PrefillEntry]):
     def on_done(self, channel: Channel, message: Done) -> None:
         entry = self.ledger.get(message.id)
         if entry is not None and entry.link is channel:
-            self._let_go(entry)
+            entry.is_received = True
+            if entry.is_handed_over:
+                self._let_go(entry)
 
     def on_abort(self, channel: Channel, message: Abort) -> None:
         entry = self.ledger.get(message.id)

@@ -273,7 +273,8 @@ class Worker(Generic[E]):
                 continue
             entry.mark("start", result.started)
             if step.token is not None:
-                items.setdefault(entry.owner, []).append(SeqToken(step.seq.id, step.index, step.token))
+                item = SeqToken(step.seq.id, step.index, step.token, step.seq.num_cached)
+                items.setdefault(entry.owner, []).append(item)
         for channel, tokens in items.items():
             channel.send(Tokens(tuple(tokens)))
         for step in result.steps:

@@ -10,14 +10,14 @@ import torch
 from server.engine.attention import BatchMeta
 from server.engine.kv_cache import KVCachePool
 
-_GATHER_BYTES = 32 * 2**20  # of K, and again of V, for one group of decode rows
-_TILE_SCORES = 512 * 1024  # float32 scores of one tile of prompt queries
+_GATHER_BYTES = 8 * 2**20  # of K, and again of V, for one group of decode rows
+_TILE_SCORES = 128 * 1024  # float32 scores of one tile of prompt queries: half a core's L2
 _MIN_TILE = 16
 _PADDING = 1.5  # a group pads its rows to at most this many times their own length
 
 
 class _Scratch:
-    """Named buffers that only grow: fresh temporaries of this size would be mapped and zeroed by the kernel each time."""
+    """Named buffers that only grow: the kernel would map and zero fresh ones of this size each time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from server.engine.kv_cache import KVCachePool
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler, Step
 from server.sequence import Batch, Sequence
@@ -66,11 +67,16 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.lock = threading.Lock()
+        # A Condition: who adds work may notify the loop, which waits on it when step() finds nothing.
+        self.lock = threading.Condition(threading.Lock())
         self.num_steps = 0
         self.times = StepTimes()
         self._clock = clock
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
+
+    @property
+    def pool(self) -> KVCachePool:
+        return self.runner.pool
 
     def step(self) -> StepResult | None:
         """One step; None when there is nothing to compute."""
@@ -94,7 +100,9 @@ class Engine:
         return StepResult(batch, steps, started, seconds)
 
     def _fail(self, batch: Batch, error: Exception, started: float) -> StepResult:
-        logger.exception("a step of %d tokens failed; its %d sequences end", batch.num_tokens, len(batch.slices))
+        logger.error(
+            "a step of %d tokens failed; its %d sequences end", batch.num_tokens, len(batch.slices), exc_info=error
+        )
         with self.lock:
             # Aborted first, so that update() frees them and registers none of the blocks that were to be written.
             failed = [s.seq for s in batch.slices if self.scheduler.abort(s.seq.id) is not None]

@@ -135,7 +135,8 @@ class KVCachePool:
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.spec = spec
         self.num_blocks = num_blocks
-        with torch.inference_mode(False):  # the transfer thread writes it as well, outside of any forward
+        # Made as an inference tensor, it could not be written outside of inference mode, as transfers do.
+        with torch.inference_mode(False):
             self.data = torch.zeros((num_blocks, *spec.block_shape), dtype=spec.dtype, device=device)
             self.blocks = self.data.view(num_blocks, -1).view(torch.uint8)
 

@@ -155,7 +155,7 @@ async def run(boot: Boot, status: Status) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -P -m server.router")
-    parser.add_argument("--boot", "--config", dest="boot", required=True, help="the file that the supervisor wrote")
+    parser.add_argument("--boot", required=True, help="the file that the supervisor wrote")
     logs.setup("router")
     status = Status(None)
     try:

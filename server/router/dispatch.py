@@ -4,6 +4,7 @@
    among routes that a probe has proven.
 2. `Dispatcher.open` makes an `Attempt`; entering it sends Prefill and Decode at once.
 3. `Attempt.next` gives tokens in index order, each index once, from whoever is first; None when the sequence is over.
+   If prefill fails on the way, decode is told to do the rest alone, and the client notices only the time it takes.
 4. Leaving it, for whatever reason, aborts on both workers what has not said Done.
 """
 
@@ -126,9 +127,14 @@ class Attempt:
             case SeqToken():
                 if event.index >= self._next:
                     self._ahead.setdefault(event.index, event.token)
+                if event.index == 0:
+                    self.record.cached_tokens = max(self.record.cached_tokens, event.num_cached)
             case Lost():
-                if event.worker in (worker.name for worker in self._workers() if self.id in worker.open):
+                lost = next((w for w in self._workers() if w.name == event.worker and self.id in w.open), None)
+                if lost is self.route.worker:
                     raise unavailable(f"worker {event.worker} was lost while it held this request", "worker_lost")
+                if lost is not None:
+                    self._go_alone(lost)
             case Expired():
                 raise timed_out(self._deadline_s)
             case (name, done):
@@ -137,6 +143,9 @@ class Attempt:
     def _done(self, name: str, done: Done) -> None:
         record = self.record
         worker = next(worker for worker in self._workers() if worker.name == name)
+        if done.reason == "error" and worker is self.route.prefill:
+            self._go_alone(worker)
+            return
         self._leave(worker)
         # The prefix hit is one fact that either side may know: the prompt was read once.
         record.cached_tokens = max(record.cached_tokens, done.num_cached)
@@ -148,6 +157,12 @@ class Attempt:
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
+
+    def _go_alone(self, prefill: Worker) -> None:
+        """Prefill cannot go on. Decode has the same model: it reads the prompt itself, from what has reached it."""
+        self._leave(prefill)
+        self.record.path, self.record.prefill = "colocated", ""
+        self.route.worker.send(Prefill(self.id, self._prompt, self._params, self._salt))
 
     def _workers(self) -> Iterable[Worker]:
         return (self.route.worker,) if self.route.prefill is None else (self.route.prefill, self.route.worker)

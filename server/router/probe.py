@@ -31,6 +31,7 @@ class Prober:
         self._prompt = prompt
         self._on_progress = on_progress
         self.detail: dict[str, dict[str, Any]] = {}
+        self._stage = ""
         self.started = asyncio.Event()
         self.failed: asyncio.Future[StartError] = asyncio.get_running_loop().create_future()
 
@@ -71,7 +72,9 @@ class Prober:
     def _report(self, stage: str) -> None:
         workers, routes = self._dispatcher.workers.all.values(), self._dispatcher.routes
         done = sum(worker.is_connected for worker in workers) + sum(map(self._dispatcher.is_proven, routes))
-        self._on_progress(stage, round(done / (len(workers) + len(routes)), 3))
+        if stage != self._stage:  # each retry of a connection passes here
+            self._stage = stage
+            self._on_progress(stage, round(done / (len(workers) + len(routes)), 3))
 
     def _note_started(self) -> None:
         routes = self._dispatcher.routes
@@ -92,8 +95,8 @@ class Prober:
         except ApiError as error:
             logger.warning("probe through %s failed", route.name, extra={"fields": {"reason": error.message}})
             return
-        if record.output_tokens == 0:
-            logger.warning("probe through %s brought no token", route.name)
+        if record.output_tokens == 0 or record.path != route.path:
+            logger.warning("probe through %s brought no token on that path", route.name)
             return
         self._dispatcher.prove(route, instances)
         self.detail[route.name] = {

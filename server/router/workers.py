@@ -10,6 +10,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ SILENT_S = 3.0
 SILENT_BUSY_S = 60.0
 RETRY_S = (0.05, 2.0)
 REFUSED_RETRY_S = 5.0
+FAIR_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,10 @@ class Worker:
 
     async def _read(self, channel: Channel) -> None:
         """Returns when the connection is over, with `reason` set."""
-        while True:
+        for count in itertools.count(1):
+            if count % FAIR_SHARE == 0:
+                # Messages that are here already are read without a pause; others on this loop want their turn.
+                await asyncio.sleep(0)
             try:
                 self._take(await channel.recv(SILENT_BUSY_S if self.is_busy else SILENT_S))
             except TimeoutError:

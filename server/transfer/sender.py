@@ -64,7 +64,6 @@ class _Push:
 @dataclass(slots=True, eq=False)
 class _Peer:
     slot_blocks: int
-    checksum: Checksum | None
     credits: deque[int] = field(default_factory=deque)
     turn: deque[_Push] = field(default_factory=deque)  # sequences with work, each once
     num_posts: int = 0
@@ -90,6 +89,7 @@ class Sender:
         self._blocks = blocks
         self._block_size = block_size
         self._has_checksum = checksum
+        self._checksum: Checksum | None = None  # as large as the largest slot of any peer
         self._on_released = on_released
         self._on_failed = on_failed
         self._peers: dict[str, _Peer] = {}
@@ -113,8 +113,9 @@ class Sender:
         if not isinstance(slot_bytes, int) or slot_bytes < block_bytes:
             raise TransferError(f"peer {peer} has ring slots of {slot_bytes} bytes, a block has {block_bytes}")
         self._transport.connect(peer, offer)
-        checksum = Checksum(slot_bytes, self._blocks.device) if self._has_checksum else None
-        self._peers[peer] = _Peer(slot_bytes // block_bytes, checksum)
+        if self._has_checksum and (self._checksum is None or self._checksum.max_bytes < slot_bytes):
+            self._checksum = Checksum(slot_bytes, self._blocks.device)
+        self._peers[peer] = _Peer(slot_bytes // block_bytes)
 
     def peer_gone(self, peer: str, reason: str = "") -> None:
         """Its sequences fail; each still waits for its `drop`, and for what is in flight to end."""
@@ -221,7 +222,7 @@ class Sender:
         (first, stop), is_again = push.cut(max_blocks)
         pieces = self._pieces(push.table[first:stop])
         num_bytes = (stop - first) * self._blocks.shape[1]
-        checksum = peer.checksum(pieces) if peer.checksum is not None else 0
+        checksum = self._checksum(pieces) if self._checksum is not None else 0
         slot = peer.credits.popleft()
         tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum)
         handle = self._transport.post(name, tag, pieces)

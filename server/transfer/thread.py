@@ -25,7 +25,7 @@ from server.transfer.sender import Sender
 
 log = logging.getLogger(__name__)
 
-_POLL_BUSY_S = 0.01
+_POLL_BUSY_S = 0.05
 _POLL_IDLE_S = 0.2  # the timers' coarsest step
 _T = TypeVar("_T")
 

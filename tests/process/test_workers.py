@@ -22,6 +22,10 @@ from tests.stack import reference
 ROOT = Path(__file__).parents[2]
 
 
+def is_over(done: Done | None) -> bool:
+    return done is not None and done.reason != "handed_over"
+
+
 class Workers:
     """prefill-0 and decode-0 on the tiny model, and the connections a router would have."""
 
@@ -125,7 +129,7 @@ class Workers:
             return await self.events[id].get()
 
     async def run(self, prompt: list[int], params: SamplingParams, path: str = "pd") -> tuple[list[int], list[Done]]:
-        """All tokens, each index once, and the Dones, in order."""
+        """All tokens, each index once; the Dones of those who had a part, prefill's first (they may cross)."""
         id = self.new_id()
         if path == "pd":
             self.send("prefill-0", Prefill(id, prompt, params, decode="decode-0"))
@@ -133,17 +137,17 @@ class Workers:
         else:
             self.send(path, Prefill(id, prompt, params))
         output: list[int] = []
-        dones: list[Done] = []
-        while not dones or dones[-1].reason == "handed_over":
-            _, event = await self.event(id)
+        dones: dict[str, Done] = {}
+        while not dones or (path == "pd" and len(dones) < 2 and not is_over(dones.get("prefill-0"))):
+            name, event = await self.event(id)
             if isinstance(event, Done):
-                dones.append(event)
+                dones[name] = event
             elif event.index == len(output):
                 output.append(event.token.id)
             else:
                 assert event.index < len(output), "a gap in the output"
                 assert output[event.index] == event.token.id, "two workers, two texts"
-        return output, dones
+        return output, [dones[name] for name in sorted(dones, reverse=True)]
 
     async def linked(self) -> None:
         """Until a sequence gets through from prefill to decode: their connection comes up by itself."""
@@ -242,7 +246,7 @@ async def test_decode_goes_on_when_prefill_is_killed(workers: Workers, tiny_mode
     # 2. Prefill dies. Decode computes the rest, and token 0 too if nobody said it.
     workers.processes["prefill-0"].kill()
     workers.processes.pop("prefill-0").wait()
-    workers.channels.pop("prefill-0")
+    await workers.channels.pop("prefill-0").close()
     output: dict[int, int] = {}
     while True:
         _, event = await workers.event(id)

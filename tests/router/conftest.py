@@ -123,7 +123,7 @@ def _dechunk(raw: bytes) -> bytes:
 async def until(condition: Callable[[], bool]) -> None:
     """For what announces itself to nobody but the prober: looks each time the loop has turned."""
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.001)
 
 

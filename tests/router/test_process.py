@@ -73,7 +73,7 @@ async def running(smollm2_dir: Path, text: Text, tmp_path: Path) -> AsyncIterato
         status_fd=write_fd,
     )
     boot.save(tmp_path / "boot.json")
-    command = [sys.executable, "-P", "-m", "server.router", "--config", str(tmp_path / "boot.json")]
+    command = [sys.executable, "-P", "-m", "server.router", "--boot", str(tmp_path / "boot.json")]
     process = await asyncio.create_subprocess_exec(
         *command,
         pass_fds=(listener.fileno(), write_fd),
@@ -139,7 +139,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     boot = Boot("router", config, str(tmp_path), str(tmp_path), str(tmp_path / "no"), {}, status_fd=write_fd)
     boot.save(tmp_path / "boot.json")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "server.router", "--config", str(tmp_path / "boot.json")],
+        [sys.executable, "-P", "-m", "server.router", "--boot", str(tmp_path / "boot.json")],
         pass_fds=(write_fd,),
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -102,18 +102,39 @@ async def test_finished_prefill_is_not_aborted(start: Start) -> None:
     assert not cluster.prefill.heard(Abort)
 
 
-@pytest.mark.parametrize("lost", ["prefill", "decode"])
-async def test_worker_lost_before_the_first_token(start: Start, lost: str) -> None:
+async def test_decode_lost_before_the_first_token(start: Start) -> None:
     cluster = await start(prefill=1, decode=1)
     cluster.prefill.stepwise = cluster.decode.stepwise = True
     task = asyncio.create_task(cluster.chat(stream=True))
     await cluster.prefill.saw(Prefill)
     await cluster.decode.saw(Decode)
-    await getattr(cluster, lost).stop()
+    await cluster.decode.stop()
     error = check_error(await task, 503)
     assert error["code"] == "worker_lost"
-    other = cluster.decode if lost == "prefill" else cluster.prefill
-    await other.saw(Abort)
+    await cluster.prefill.saw(Abort)
+    await nothing_open(cluster)
+
+
+@pytest.mark.parametrize("how", ["lost", "error"])
+async def test_decode_goes_on_alone_when_prefill_fails(start: Start, how: str) -> None:
+    # 1. A request is on its way through both workers; nobody has said a token.
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stepwise = how == "lost"
+    cluster.prefill.error = "" if how == "lost" else "no connection to decode-0"
+    cluster.decode.stepwise = True
+    task = asyncio.create_task(cluster.chat())
+    await cluster.decode.saw(Decode)
+    # 2. Prefill fails: decode is asked for the whole of the same sequence.
+    if how == "lost":
+        await cluster.prefill.saw(Prefill)
+        await cluster.prefill.stop()
+    (asked,) = await cluster.decode.saw(Prefill)
+    assert asked.decode == ""
+    # 3. The client gets its answer and never knows.
+    cluster.decode.step(200)
+    answer = await task
+    assert answer.status == 200
+    assert answer.json["choices"][0]["message"]["content"] == HELLO
     await nothing_open(cluster)
 
 

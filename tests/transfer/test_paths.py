@@ -1,5 +1,6 @@
 """Paths that stall, break or are abused: the sequences of that peer fail, its slots come back, nobody else notices."""
 
+import random
 import socket
 from collections.abc import Iterator
 
@@ -127,6 +128,7 @@ def test_peer_comes_back_with_new_slots(world: World) -> None:
 
 def test_wrong_key_is_refused(world: World) -> None:
     world.p_thread.peer_gone("D", "start over")
+    world.p_thread.run(lambda: None)
     world.d_thread.peer_gone("P", "start over")
     world.d_thread.run(lambda: None)
     offer = {**world.faults.offer(), "kv_key": "0" * 32}
@@ -237,14 +239,26 @@ def test_stranger_that_says_nothing_is_closed(abused: World) -> None:
 
 
 def test_second_path_of_one_peer_is_refused(abused: World) -> None:
-    abused.open(seq(1), [1], [1])
-    abused.push(seq(1), 1)
-    abused.complete(seq(1))
-    abused.drop(seq(1))
     with abused.raw() as sock:
         sock.sendall(preface(key(abused), "P"))
         assert sock.recv(1) == b""
     assert abused.d.count("lost") == 0
+
+
+def test_noise_after_the_preface(abused: World) -> None:
+    """Random bytes, and good frames with a few of them changed: whatever they mean, X's path ends or waits, and no more
+    happens. The fixture then shows that P goes on."""
+    rng = random.Random(9)
+    for _ in range(60):
+        slots = abused.d_thread.run(abused.receiver.peer_joined, "X")
+        frame = bytearray(frame_header(tag(slots[0], 100)) + rng.randbytes(100))
+        for _ in range(rng.randint(1, 4)):
+            frame[rng.randrange(len(frame) - 100)] = rng.randrange(256)
+        noise = bytes(frame) if rng.random() < 0.7 else rng.randbytes(rng.randint(1, 3000))
+        with abused.raw() as sock:
+            sock.sendall(preface(key(abused), "X") + noise)
+        assert abused.d.get("lost")[1] == "X"
+        abused.ring.check_integrity()
 
 
 def test_nobody_listens(kind: str) -> None:
@@ -254,6 +268,7 @@ def test_nobody_listens(kind: str) -> None:
     world = World(kind)
     offer = world.faults.offer()
     world.p_thread.peer_gone("D", "start over")
+    world.p_thread.run(lambda: None)
     assert world.d_thread.close(WAIT_S)
     world.p_thread.run(world.sender.connect_peer, "D", offer)
     assert world.p.get("lost")[2] == "cannot connect: Connection refused"

@@ -24,7 +24,7 @@ from server.transfer.thread import TransferThread
 BLOCK_SIZE = 16
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 2048
-WAIT_S = 20.0
+WAIT_S = 40.0
 
 
 class Clock:
@@ -106,7 +106,8 @@ class World:
         self.p, self.d = Box(), Box()
         self.timeout_s = timeout_s
         self.p_end = self.end("P")
-        self.faults = FaultyTransport(self.end("D", self.ring), self.ring, lambda arrived: self.fault(arrived))
+        self.d_end = self.end("D", self.ring)
+        self.faults = FaultyTransport(self.d_end, self.ring, lambda arrived: self.fault(arrived))
         self.sender = Sender(
             self.p_end,
             self.source,
@@ -154,6 +155,9 @@ class World:
 
     def join(self) -> None:
         self.p_thread.connect_peer("D", self.faults.offer())
+        if isinstance(self.d_end, TcpTransport):
+            incoming = self.d_end._incoming
+            until(lambda: "P" in incoming, what="the path is admitted")
         self.slots = self.receiver.peer_joined("P")
         self.p_thread.call(self.sender.credit, "D", self.slots)
 
