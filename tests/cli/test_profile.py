@@ -13,7 +13,7 @@ BASE = "[prefill]\nworkers = 1\n[decode]\nworkers = 1\n"
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path
@@ -162,12 +162,12 @@ def test_extends_in_a_circle_or_to_nowhere() -> None:
         load(write("extends = 'nowhere'"))
 
 
-def test_where_a_bare_name_is_looked_for(place: Path) -> None:
-    folders = [place, place / "profiles", place / "config/pdctl/profiles"]
-    for folder in reversed(folders):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "demo.toml").write_text(BASE)
-        assert find("demo").absolute() == folder / "demo.toml"
+def test_where_a_bare_name_is_looked_for(folder: Path) -> None:
+    folders = [folder, folder / "profiles", folder / "config/pdctl/profiles"]
+    for one in reversed(folders):
+        one.mkdir(parents=True, exist_ok=True)
+        (one / "demo.toml").write_text(BASE)
+        assert find("demo").absolute() == one / "demo.toml"
 
 
 def test_an_unknown_name_gets_close_ones() -> None:
