@@ -120,7 +120,7 @@ class Box:
 
     def starts(self, name: str) -> int:
         file = self.dir.path / f"starts.{name}"
-        return int(file.read_text()) if file.exists() else 0
+        return int((file.read_text() if file.exists() else "") or 0)  # it may be caught while it is written
 
     def log(self, name: str) -> str:
         file = self.dir.log(name)

@@ -58,7 +58,7 @@ def shell(stack: Running, command: str) -> subprocess.CompletedProcess[str]:
 def test_command(stack: Running, command: str) -> None:
     done = shell(stack, command)
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert done.stdout + done.stderr
     if command.startswith("curl"):
         assert done.stdout.endswith("data: [DONE]\n\n")
 
