@@ -1,10 +1,12 @@
 """KV transfer between two pinned processes on this machine, beside a plain socket that moves the same pieces.
 
-    python -m bench.transfer [--blocks-per-chunk 4] [--block-bytes 368640] [--cores 0,1]
+    python -m bench.transfer [--transport nixl] [--blocks-per-chunk 4] [--block-bytes 368640] [--cores 0,1]
+    python -m bench.transfer --transport nixl --device cuda:0 --target cuda:1 --block-bytes 2097152 --cores ""
 
 Prints one JSON object. Defaults are SmolLM2-135M in bf16: blocks of 16 tokens, chunks of 64 tokens (1.47 MB).
 Throughput is 24 sequences of 1024 tokens; latency is one chunk, from `push` to every block verified in the pool. The
-plain socket does what any transfer must: sendmsg of the blocks, recv_into a ring, one byte back for latency.
+plain socket does what any transfer must: sendmsg of the blocks, recv_into a ring, one byte back for latency. For nixl
+the comparison is NIXL's own WRITE of the same pieces (bench/raw_nixl.py), in the same run, rounds taken in turn.
 """
 
 import argparse
@@ -23,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.raw_nixl import RawNixl
 from server.sequence import SeqId
 from server.transfer.checksum import Checksum
+from server.transfer.nixl import NixlTransport
 from server.transfer.receiver import Receiver
 from server.transfer.ring import LandingRing
 from server.transfer.sender import Sender
@@ -35,6 +39,7 @@ from server.transfer.thread import TransferThread
 RING_BYTES = 64 * 2**20
 NUM_SEQUENCES = 24
 NUM_SINGLE = 200
+ROUNDS = 5
 WAIT_S = 60.0
 
 
@@ -44,7 +49,14 @@ class Shape:
         self.chunk_blocks: int = args.blocks_per_chunk
         self.seq_blocks = 64
         self.num_blocks = 2 * self.seq_blocks + 1
-        self.cores = [int(core) for core in args.cores.split(",")]
+        self.cores = [int(core) for core in args.cores.split(",") if core]
+        self.transport: str = args.transport
+        self.device: str = args.device
+        self.target: str = args.target or args.device
+
+    @property
+    def ring_bytes(self) -> int:
+        return max(RING_BYTES, 32 * self.chunk_bytes)
 
     @property
     def chunk_bytes(self) -> int:
@@ -55,22 +67,27 @@ class Shape:
         return [1 + 2 * i + number % 2 for i in range(self.seq_blocks)]
 
 
-def pin(core: int) -> None:
-    os.sched_setaffinity(0, {core})
+def pin(cores: list[int], index: int) -> None:
+    if cores:
+        os.sched_setaffinity(0, {cores[index]})
     torch.set_num_threads(1)
 
 
+def end(shape: Shape, instance: str, ring: LandingRing | None = None) -> TcpTransport | NixlTransport:
+    return (NixlTransport if shape.transport == "nixl" else TcpTransport)(instance, ring=ring)
+
+
 def decode(shape: Shape, has_checksum: bool, pipe: Connection) -> None:
-    pin(shape.cores[1])
+    pin(shape.cores, 1)
     lock = threading.Lock()
 
     def tell(*message: Any) -> None:
         with lock:
             pipe.send(message)
 
-    ring = LandingRing(RING_BYTES, shape.block_bytes, shape.chunk_blocks, 1)
-    pool = torch.zeros(shape.num_blocks, shape.block_bytes, dtype=torch.uint8)
-    transport = TcpTransport("D", ring=ring)
+    ring = LandingRing(shape.ring_bytes, shape.block_bytes, shape.chunk_blocks, 1, shape.target)
+    pool = torch.zeros(shape.num_blocks, shape.block_bytes, dtype=torch.uint8, device=shape.target)
+    transport = end(shape, "D", ring)
     receiver = Receiver(
         ring,
         pool,
@@ -100,8 +117,8 @@ class Prefill:
         self.pipe, theirs = context.Pipe()
         self.child = context.Process(target=decode, args=(shape, has_checksum, theirs))
         self.child.start()
-        transport = TcpTransport("P")
-        blocks = torch.randint(0, 256, (shape.num_blocks, shape.block_bytes), dtype=torch.uint8)
+        transport = end(shape, "P")
+        blocks = torch.randint(0, 256, (shape.num_blocks, shape.block_bytes), dtype=torch.uint8, device=shape.device)
         self.sender = Sender(
             transport,
             blocks,
@@ -170,7 +187,7 @@ class Prefill:
 
 
 def plain_receiver(shape: Shape, port: Any) -> None:
-    pin(shape.cores[1])
+    pin(shape.cores, 1)
     ring = memoryview(bytearray(RING_BYTES // shape.chunk_bytes * shape.chunk_bytes))
     server = socket.create_server(("127.0.0.1", 0))
     port.send(server.getsockname()[1])
@@ -245,7 +262,7 @@ def per_second(fn: Callable[[], object], num_bytes: int) -> float:
 
 
 def on_one_core(shape: Shape) -> dict[str, float]:
-    pin(shape.cores[0])
+    pin(shape.cores, 0)
     source: Tensor = torch.randint(0, 256, (shape.chunk_bytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     checksum = Checksum(shape.chunk_bytes)
@@ -260,20 +277,57 @@ def in_ms(times: list[float]) -> dict[str, float]:
     return {"p50_ms": round(1e3 * statistics.median(times), 3), "p99_ms": round(1e3 * times[int(len(times) * 0.99)], 3)}
 
 
+def against_raw_nixl(shape: Shape) -> dict[str, Any]:
+    """Five rounds of each, taken in turn, so that whatever else the machine does falls on all alike."""
+    blocks = torch.randint(0, 256, (shape.num_blocks, shape.block_bytes), dtype=torch.uint8, device=shape.device)
+    num_slots = shape.ring_bytes // shape.chunk_bytes
+    core = shape.cores[1] if shape.cores else -1
+    raw = RawNixl(blocks, shape.chunk_blocks, num_slots, core, shape.target)
+    ends = {"nixl_checksum_off": Prefill(shape, False), "nixl_checksum_full": Prefill(shape, True)}
+    rates: dict[str, list[float]] = {name: [] for name in ("nixl_raw", *ends)}
+    tables = [shape.table(i) for i in range(NUM_SEQUENCES)]
+    for i in range(ROUNDS + 1):
+        rates["nixl_raw"].append(raw.throughput(tables))
+        for name, prefill in ends.items():
+            rates[name].append(prefill.throughput(1000 * (i + 1)))
+    raw.close()
+    result: dict[str, Any] = {}
+    base = statistics.median(rates["nixl_raw"][1:])
+    for name, found in rates.items():
+        median = statistics.median(found[1:])  # the first is for connections and first touches
+        result[name] = {
+            "MBps": round(median),
+            "of_raw": round(median / base, 3),
+            "rounds": [round(r) for r in found[1:]],
+        }
+    for name, prefill in ends.items():
+        result[name] |= in_ms(prefill.latency(100_000))
+        prefill.close()
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--block-bytes", type=int, default=368640)
     parser.add_argument("--blocks-per-chunk", type=int, default=4)
+    parser.add_argument("--transport", choices=("tcp", "nixl"), default="tcp")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--target", default="", help="device of the receiving side; default: the same")
     parser.add_argument("--cores", default="0,1")
     shape = Shape(parser.parse_args())
-    result: dict[str, Any] = {"chunk_bytes": shape.chunk_bytes, "load_before": os.getloadavg()[0], **on_one_core(shape)}
-    rate, times = plain(shape)
-    result["plain_socket"] = {"MBps": round(rate), **in_ms(times)}
-    for name, has_checksum in (("tcp_checksum_off", False), ("tcp_checksum_full", True)):
-        prefill = Prefill(shape, has_checksum)
-        rates = [prefill.throughput(1000 * (i + 1)) for i in range(3)]
-        result[name] = {"MBps": round(statistics.median(rates)), **in_ms(prefill.latency(10_000))}
-        prefill.close()
+    result: dict[str, Any] = {"chunk_bytes": shape.chunk_bytes, "load_before": os.getloadavg()[0]}
+    if shape.device == "cpu":
+        result |= on_one_core(shape)
+    if shape.transport == "tcp":
+        rate, times = plain(shape)
+        result["plain_socket"] = {"MBps": round(rate), **in_ms(times)}
+        for name, has_checksum in (("tcp_checksum_off", False), ("tcp_checksum_full", True)):
+            prefill = Prefill(shape, has_checksum)
+            rates = [prefill.throughput(1000 * (i + 1)) for i in range(3)]
+            result[name] = {"MBps": round(statistics.median(rates)), **in_ms(prefill.latency(10_000))}
+            prefill.close()
+    else:
+        result |= against_raw_nixl(shape)
     print(json.dumps(result, indent=1))
 
 

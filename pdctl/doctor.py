@@ -98,7 +98,7 @@ def limits(environ: "os._Environ[str] | dict[str, str]", has_gpus: bool | None =
 
 
 def _memlock(has_gpus: bool) -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", "ok", "unlimited")
     shown = f"{soft / 2**20:.0f} MiB may be locked"

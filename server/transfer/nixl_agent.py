@@ -34,7 +34,7 @@ def why_missing() -> str:
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # read at import; stdout is data here
     try:
         module = importlib.import_module("nixl_cu13")
-        logging.getLogger("nixl.api").setLevel(logging.WARNING)  # INFO goes to stdout, which is data here
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # INFO goes to stdout, which is data here
         plugins = module.nixl_agent("probe", module.nixl_agent_config(False, backends=[])).get_plugin_list()
     except ImportError as error:
         return f"nixl_cu13 is not installed ({error})"
