@@ -121,6 +121,15 @@ def _tell(name: str, url: str) -> None:
     note(f"stop it:  pdctl down {name}")
 
 
+def _tell_links(stack_dir: StackDir) -> None:
+    """Over what KV goes, and why: nothing falls back in silence."""
+    from pdctl.status import gather
+
+    for process in gather(stack_dir)[0]["processes"]:
+        for link in process["numbers"].get("links", []):
+            note(f"kv:       {process['name']} > {link}")
+
+
 def _detached(start: Start, run_id: str, env: dict[str, str], *, waits: bool, timeout_s: float, progress: str) -> int:
     reader, writer = os.pipe()
     file = _write_order(start, run_id, timeout_s=timeout_s, progress=progress, events_fd=writer)
@@ -156,6 +165,7 @@ def _follow(
             stack = start.stack_dir.read()
             if stack is not None and not shown.is_json:
                 _tell(stack.name, stack.url)
+                _tell_links(start.stack_dir)
             # It outlives us: without this Python would warn that a child still runs.
             process.returncode = 0
             return Exit.OK

@@ -38,7 +38,7 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
-from server.sequence import SeqId, Sequence
+from server.sequence import Batch, SeqId, Sequence
 from server.transfer.build import sending_side
 from server.wire import Channel, connect, greet
 from server.worker import Worker, main
@@ -70,6 +70,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         super().__init__(boot)
         self.links: dict[str, Channel] = {}
         self._renewed = 0.0
+        self.counters["prefetched_blocks"] = 0
         self._refusals: dict[str, str] = {}  # by decode worker: which card fields differ
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
@@ -90,6 +91,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         )
         self.transfer, self.sender, self.transport = side.thread, side.sender, side.transport
         self.offer = side.transport.offer()
+        self.engine.before_execute = self.scheduled
         self.transfer.start()
 
     def stop_transfer(self) -> None:
@@ -218,20 +220,35 @@ class PrefillWorker(Worker[PrefillEntry]):
                 if entry is not None and entry.link is not None and not entry.is_dropped:
                     self._push(entry, step)
 
+    def scheduled(self, batch: Batch) -> None:
+        """A cached prefix is complete before its sequence's first step is: it crosses while that one computes."""
+        for piece in batch.slices:
+            seq, entry = piece.seq, self.ledger.get(piece.seq.id)
+            if entry is None or entry.link is None or entry.is_opened or entry.is_dropped:
+                continue
+            num_cached = seq.num_cached // self.engine.pool.spec.block_size
+            if num_cached > seq.num_resident_blocks:
+                self._open(entry, entry.link)
+                self.transfer.call(self.sender.push, seq.id, num_cached)
+                self.counters["prefetched_blocks"] += num_cached - seq.num_resident_blocks
+
     def _push(self, entry: PrefillEntry, step: Step) -> None:
-        seq = entry.seq
         if not entry.is_opened and entry.link is not None:
-            entry.is_opened = True
-            self.transfer.call(
-                self.sender.open,
-                seq.id,
-                entry.link.peer.instance,
-                seq.generation,
-                list(seq.block_table),
-                len(seq.prompt),
-                seq.num_resident_blocks,
-            )
-        self.transfer.call(self.sender.push, seq.id, step.ready.stop)
+            self._open(entry, entry.link)
+        self.transfer.call(self.sender.push, entry.id, step.ready.stop)
+
+    def _open(self, entry: PrefillEntry, link: Channel) -> None:
+        entry.is_opened = True
+        seq = entry.seq
+        self.transfer.call(
+            self.sender.open,
+            seq.id,
+            link.peer.instance,
+            seq.generation,
+            list(seq.block_table),
+            len(seq.prompt),
+            seq.num_resident_blocks,
+        )
 
     # -- PUSHING: hand over, let go ------------------------------------------------------------------------------
 

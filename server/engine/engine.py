@@ -70,6 +70,8 @@ class Engine:
         # A Condition: who adds work may notify the loop, which waits on it when step() finds nothing.
         self.lock = threading.Condition(threading.Lock())
         self.num_steps = 0
+        # With the lock held, on the engine's thread: what can be done with a batch before it is computed.
+        self.before_execute: Callable[[Batch], None] = lambda batch: None
         self.times = StepTimes()
         self._clock = clock
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
@@ -82,8 +84,9 @@ class Engine:
         """One step; None when there is nothing to compute."""
         with self.lock:
             batch = self.scheduler.schedule()
-        if not batch.slices:
-            return None
+            if not batch.slices:
+                return None
+            self.before_execute(batch)
         started = self._clock()
         self._current = (started, batch.num_tokens)
         try:

@@ -253,8 +253,11 @@ class World:
         counts = self.ring.counts()
         assert counts.quarantined == 0
         assert counts.free + counts.credited == counts.total
-        if self.slots:
-            assert sorted(self.p_thread.run(lambda: list(self.sender._peers["D"].credits))) == sorted(self.slots)
+        if self.slots:  # D's word follows the slot's return by a moment
+            until(
+                lambda: sorted(self.p_thread.run(lambda: list(self.sender._peers["D"].credits))) == sorted(self.slots),
+                what="all credits back with P",
+            )
         assert not self.sender.is_busy
         assert self.sender.num_open == 0
         assert not self.receiver.is_busy
