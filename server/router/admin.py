@@ -21,6 +21,7 @@ from server.router.app import guarded
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, unavailable
 from server.router.http import Keys, json_response
+from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi
 from server.router.timing import Recent
@@ -72,6 +73,7 @@ class Admin:
         recent: Recent,
         keys: Keys,
         names: list[str],
+        store: KnobStore,
     ) -> None:
         self._dispatcher = dispatcher
         self._health = health
@@ -80,6 +82,7 @@ class Admin:
         self._recent = recent
         self._keys = keys
         self._names = names
+        self._store = store
         self._started = time.time()
         metrics.add_samples(self._samples)
 
@@ -142,8 +145,8 @@ class Admin:
             for route in dispatcher.routes
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
-        # Knobs are not changed here yet: the profile is revision 1.
-        return json_response({"version": 1, "rev": 1, "router": router, "routes": routes, "workers": workers})
+        state = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
+        return json_response(state)
 
     async def request(self, request: Request) -> Response:
         self._keys.check(request.headers)
