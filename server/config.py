@@ -69,7 +69,7 @@ class Router(Section):
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     api_key_file: str | None = None
     admin_key_file: str | None = None
-    policy: Literal["round-robin", "least-loaded", "kv-aware"] = "least-loaded"
+    policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
     queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
     request_timeout: Seconds = 600.0
     keepalive_s: Seconds = 0.0

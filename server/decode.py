@@ -99,6 +99,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         return Card(same=self.facts, offer=self.offer)
 
     def joined(self, channel: Channel) -> None:
+        super().joined(channel)
         if channel.peer.role == "prefill":
             self.transfer.call(self._join, channel)
 

@@ -105,6 +105,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             await asyncio.sleep(delay)
 
     def joined(self, channel: Channel) -> None:
+        super().joined(channel)
         if channel.peer.role == "decode" and channel.card is not None:
             self.links[channel.peer.name] = channel
             self.transfer.call(self.sender.connect_peer, channel.peer.instance, channel.card.offer)

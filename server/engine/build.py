@@ -45,6 +45,7 @@ def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None])
     )
     runner.load(progress)
     blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache)
+    blocks.is_watched = config.router.policy == "kv-aware"
     limits = limits_for(config, role, runner.max_len)
     return Engine(Scheduler(limits, blocks, time.monotonic), runner, time.monotonic)
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from server.metrics import RouterMetrics, Sample
 from server.router.app import guarded
+from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, unavailable
 from server.router.http import Keys, json_response
@@ -146,7 +147,7 @@ class Admin:
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
         state = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
-        return json_response(state)
+        return json_response({**state, "hybrid": _hybrid(dispatcher.chooser)})
 
     async def request(self, request: Request) -> Response:
         self._keys.check(request.headers)
@@ -173,6 +174,18 @@ class Admin:
 def _status(is_good: bool, state: str) -> Response:
     headers = {} if is_good else {"Retry-After": "5"}
     return json_response({"status": state}, 200 if is_good else 503, headers)
+
+
+def _hybrid(chooser: Chooser) -> dict[str, Any]:
+    """What decides between one worker and two, and what was measured for it."""
+    is_auto = chooser.threshold is None
+    return {
+        "threshold_tokens": chooser.crossover.tokens if is_auto else chooser.threshold,
+        "is_auto": is_auto,
+        "crossover": chooser.crossover.table(),
+        "prefill_tokens_per_s": round(chooser.rates.prefill.value, 1),
+        "local_tokens_per_s": round(chooser.rates.local.value, 1),
+    }
 
 
 def _load(worker: Worker) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Stack:
         card = Card(text_facts(boot.model_dir, config.model.path))
         roles = {spec.name: spec.role for spec in config.workers}
         workers = Workers(boot.addresses, dict(roles), me=Identity.new(boot.name, "router"), secret=secret, card=card)
-        dispatcher = Dispatcher(workers, config)
+        dispatcher = Dispatcher(workers, config, text.max_len)
         events = Events()
         workers.watch = lambda worker: events.say(
             "worker",
@@ -68,6 +68,7 @@ class Stack:
             reason=worker.reason,
             is_draining=worker.is_draining,
         )
+        dispatcher.on_threshold = lambda tokens: events.say("threshold", tokens=tokens)
         store = KnobStore(config, text.max_len, time.time)
         tuning = Tuning(store, workers, AuditLog(boot.state_dir, boot.run_id), events, dispatcher.use_knobs)
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)

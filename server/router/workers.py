@@ -13,11 +13,23 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from server.errors import HandshakeRefused, PdctlError
-from server.messages import AbortAck, AnyMessage, Card, Done, Heartbeat, Load, SeqToken, Tokens
+from server.messages import (
+    NAME_BYTES,
+    AbortAck,
+    AnyMessage,
+    Blocks,
+    Card,
+    Done,
+    Heartbeat,
+    Load,
+    NotResident,
+    SeqToken,
+    Tokens,
+)
 from server.sequence import SeqId
 from server.wire import Channel, Identity, connect, greet
 
@@ -44,7 +56,7 @@ class Expired:
     """The request's time is over."""
 
 
-Event = SeqToken | tuple[str, Done] | Lost | Expired
+Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
 Inbox = asyncio.Queue[Event]
 
 
@@ -82,7 +94,9 @@ class Worker:
         self.heartbeat: Heartbeat | None = None
         self.heartbeat_at = 0.0
         self.open: dict[SeqId, Inbox] = {}
-        self.prompt_tokens = 0  # of open sequences that this worker is to read
+        self.prompt_tokens = 0  # not cached, of open sequences that this worker is to read
+        self.num_reading = 0  # sequences that they belong to
+        self.cached: set[bytes] = set()  # names of the prefix blocks that it said it has
         self.unexpected = 0
         self.is_draining = False  # by an operator: it ends what it has and gets nothing new
         self.pid: int | None = None  # if its card tells
@@ -117,18 +131,22 @@ class Worker:
         if self._channel is not None:
             self._channel.send(message)
 
-    def attach(self, seq_id: SeqId, inbox: Inbox, num_prompt: int) -> None:
+    def attach(self, seq_id: SeqId, inbox: Inbox) -> None:
         self.open[seq_id] = inbox
-        self.prompt_tokens += num_prompt
         if self._channel is None:
             inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
 
-    def detach(self, seq_id: SeqId, num_prompt: int) -> bool:
+    def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
-        if self.open.pop(seq_id, None) is None:
-            return False
-        self.prompt_tokens -= num_prompt
-        return True
+        return self.open.pop(seq_id, None) is not None
+
+    def begin_reading(self, num_tokens: int) -> None:
+        self.prompt_tokens += num_tokens
+        self.num_reading += 1
+
+    def end_reading(self, num_tokens: int) -> None:
+        self.prompt_tokens -= num_tokens
+        self.num_reading -= 1
 
     async def run(self) -> None:
         """Keeps the connection up until cancelled. A bad peer costs its sequences, never this loop."""
@@ -169,6 +187,7 @@ class Worker:
         pid = channel.card.offer.get("pid") if channel.card else None
         self.pid = pid if isinstance(pid, int) else None
         self.load = self.heartbeat = None
+        self.cached = set()
         self.heartbeat_at = time.monotonic()
         if (greeting := self._greeting()) is not None:
             channel.send(greeting)
@@ -216,6 +235,15 @@ class Worker:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
                         inbox.put_nowait(item)
+            case NotResident():
+                inbox = self.open.get(message.id)
+                if inbox is not None:
+                    inbox.put_nowait(message)
+            case Blocks():
+                if message.is_all:
+                    self.cached = set()
+                self.cached.update(_names(message.stored))
+                self.cached.difference_update(_names(message.removed))
             case Done():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
@@ -232,6 +260,10 @@ class Worker:
                 pass  # the router has forgotten the sequence when it sends Abort
             case _:
                 self.unexpected += 1
+
+
+def _names(packed: bytes) -> Iterator[bytes]:
+    return (packed[i : i + NAME_BYTES] for i in range(0, len(packed), NAME_BYTES))
 
 
 class Pulse:
