@@ -23,7 +23,7 @@ from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler
 from server.errors import StartError
 
-# Prompt tokens a decode worker computes in a step in which others decode, so that they hardly notice.
+# Prompt tokens a decode worker computes in a step in which others decode, until steps have been measured.
 CPU_LOCAL_PREFILL: Final = 32
 GPU_LOCAL_PREFILL: Final = 256
 

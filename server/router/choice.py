@@ -1,6 +1,6 @@
 """Which workers a prompt goes to. `Chooser.plan` is the whole policy, in the order in which it decides.
 
-1. resident    a worker that decodes has all whole blocks of the prompt: nothing is left to send or to read.
+1. resident    a worker that decodes has the prompt's blocks but the last: nothing to send, next to nothing to read.
 2. one worker  the uncached part is under the threshold; or prefill is backlogged and a single worker would have read
                the prompt clearly sooner, with room for it (never when the threshold is 0: then every prompt crosses).
 3. pd          the pair with the least to do: a prefill worker by prompt tokens ahead of it and by what it has cached, a
@@ -88,14 +88,16 @@ class Chooser:
         single = self._best(alone, turn, lambda route: self._single_cost(route, hits, len(prompt)))
         if single is None:
             return None if pair is None else self._pair_plan(pair, hits, len(prompt))
-        uncached = len(prompt) - hits.tokens(single.worker)
-        is_resident = 0 < hits.tokens(single.worker) == hits.all_tokens
+        resident = hits.tokens(single.worker)
+        uncached = len(prompt) - resident
+        # One whole block may be missing: an answer's last token was never read, nor the block that it would complete.
+        is_resident = resident and resident >= hits.all_tokens - self._block_size
         one = Plan(single, uncached, num_uncached=uncached)
         if pair is None:
             return one
         two = self._pair_plan(pair, hits, uncached)
         if is_resident and not _is_full(single.worker):
-            return Plan(single, uncached, hits.all_tokens, two, uncached)
+            return Plan(single, uncached, resident, two, uncached)
         return one if self._stays(one, two, len(prompt)) else two
 
     def _stays(self, one: Plan, two: Plan, num_prompt: int) -> bool:
