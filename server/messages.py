@@ -187,6 +187,7 @@ class Load(Message, frozen=True):
     counters: dict[str, float] = {}
     integrity: str = ""
     rev: int = 0  # of the last SetKnobs applied
+    utilisation: float = -1.0  # of the device, 0..1; -1 unknown
 
 
 class Heartbeat(Message, frozen=True):

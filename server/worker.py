@@ -47,6 +47,7 @@ from server.messages import (
     Tokens,
 )
 from server.sequence import Sequence
+from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
 
 HEARTBEAT_S = 1.0
@@ -77,6 +78,7 @@ class Worker(Generic[E]):
         self._stopping = threading.Event()
         self._busy_s = 0.0
         self._share = 0.0
+        self._utilisation = -1.0
         self.config = boot.config  # with the knobs as they are now
         self.rev = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -381,6 +383,7 @@ class Worker(Generic[E]):
 
     async def _tick_forever(self) -> None:
         busy_before, then = self._busy_s, self.clock()
+        device = Utilisation(bool(self.boot.config.pool(self.role).gpus))
         while True:
             await asyncio.sleep(LOAD_S)
             now = self.clock()
@@ -390,6 +393,7 @@ class Worker(Generic[E]):
                 self.ledger.prune(now)
                 self.tick(now)
                 self._share = min(1.0, share)
+                self._utilisation = device.sample()
                 load = self.load(self._share)
             except Exception:
                 logger.exception("tick")
@@ -421,6 +425,7 @@ class Worker(Generic[E]):
             counters=dict(self.counters),
             integrity=integrity,
             rev=self.rev,
+            utilisation=self._utilisation,
         )
 
 

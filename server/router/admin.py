@@ -7,7 +7,6 @@
 
 import os
 import time
-from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -16,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.metrics import RouterMetrics, Sample
+from server.metrics import RouterMetrics
 from server.router.app import guarded
 from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, unavailable
+from server.router.gauges import samples
 from server.router.http import Keys, json_response
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
@@ -85,7 +85,7 @@ class Admin:
         self._names = names
         self._store = store
         self._started = time.time()
-        metrics.add_samples(self._samples)
+        metrics.add_samples(lambda: samples(dispatcher))
 
     def routes(self) -> list[Route]:
         return [
@@ -160,15 +160,6 @@ class Admin:
         ]
         body = {"id": name, "request_id": records[0].request, "pdctl": records[0].as_dict(), "sequences": sequences}
         return json_response(body)
-
-    def _samples(self) -> Iterable[Sample]:
-        for worker in self._dispatcher.workers.all.values():
-            labels = {"worker": worker.name, "role": worker.role}
-            yield "pdctl_worker_up", "1 while connected", labels, float(worker.is_connected)
-            yield "pdctl_worker_open", "Sequences the router has there", labels, float(len(worker.open))
-            for name, value in _load(worker).items():
-                if isinstance(value, int | float):
-                    yield f"pdctl_worker_{name}", f"Load.{name} as last reported", labels, float(value)
 
 
 def _status(is_good: bool, state: str) -> Response:

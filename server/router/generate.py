@@ -237,6 +237,8 @@ def _observe(metrics: RouterMetrics, record: Record) -> None:
     for name in ("prefill_queue", "grant_wait", "transfer", "decode_queue"):
         if stages[f"{name}_ms"] is not None:
             seconds[name].observe(stages[f"{name}_ms"] / 1000)
+    if stages["prefill_start_ms"] is not None and stages["prefill_end_ms"] is not None:
+        seconds["prefill"].observe((stages["prefill_end_ms"] - stages["prefill_start_ms"]) / 1000)
     for name in ("kv_bytes", "wire_bytes", "resends"):
         getattr(metrics, name).inc(stages[name] or 0)
 

@@ -12,7 +12,7 @@ from tests.stack.test_text import prompts
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("stack"), PD, model=tiny_model_dir, kv_bytes="4MiB") as stack:
+    with running(tmp_path_factory.mktemp("stack"), PD, model=tiny_model_dir, kv_bytes="1MiB", max_len=2000) as stack:
         yield stack
 
 
