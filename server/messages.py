@@ -167,6 +167,12 @@ class SetKnobs(Message, frozen=True):
     values: dict[str, int | float | str]
 
 
+class Peers(Message, frozen=True):
+    """router -> prefill: every decode worker there is now, by name. Links to new ones are made, to others ended."""
+
+    addresses: dict[str, str]
+
+
 class Load(Message, frozen=True):
     """worker -> router, a few times a second: what routing, watermarks and /admin/state need."""
 
@@ -214,6 +220,7 @@ AnyMessage = (
     | AbortAck
     | Blocks
     | SetKnobs
+    | Peers
     | Load
     | Heartbeat
 )

@@ -46,8 +46,8 @@ class Dispatcher:
         self._proven: dict[str, tuple[str, str]] = {}
         self._number = itertools.count(1)
         self._first_tokens: deque[float] = deque(maxlen=10_000)
-        pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
-        self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+        self.routes: list[Route] = []
+        self.find_routes()
 
     def use_knobs(self, values: Mapping[str, Value]) -> None:
         """From the next request on."""
@@ -58,6 +58,13 @@ class Dispatcher:
         chooser.threshold = None if threshold is None or threshold == "auto" else int(threshold)
 
     # routes
+
+    def find_routes(self) -> None:
+        """Anew, of the workers that there are now. A proof stays with the route's name and instances."""
+        workers = self.workers
+        pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
+        self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+        workers.changed.set()
 
     def prove(self, route: Route, instances: tuple[str, str]) -> None:
         self._proven[route.name] = instances

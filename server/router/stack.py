@@ -92,7 +92,7 @@ class Stack:
             names=names,
             store=store,
         )
-        control = Control(tuning, workers, events, admin_keys)
+        control = Control(tuning, dispatcher, events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
         gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning)

@@ -48,7 +48,7 @@ class Tuning:
         store.replay(audit.read())
         use(store.values)
         self._told = SetKnobs(store.rev, dict(store.values))  # what every worker is to have
-        workers.greeting = lambda: self._told
+        workers.greeting = lambda: [self._told]
         for entry in store.entries:
             self._set_timer(entry)
 

@@ -27,6 +27,7 @@ from server.messages import (
     Heartbeat,
     Load,
     NotResident,
+    Peers,
     SeqToken,
     Tokens,
 )
@@ -72,7 +73,7 @@ class Worker:
         card: Card,
         on_change: Callable[["Worker"], None],
         on_load: Callable[["Worker"], None] = lambda worker: None,
-        greeting: Callable[[], AnyMessage | None] = lambda: None,
+        greeting: Callable[["Worker"], list[AnyMessage]] = lambda worker: [],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.name = name
@@ -189,8 +190,8 @@ class Worker:
         self.load = self.heartbeat = None
         self.cached = set()
         self.heartbeat_at = time.monotonic()
-        if (greeting := self._greeting()) is not None:
-            channel.send(greeting)
+        for message in self._greeting(self):
+            channel.send(message)
         self._set("connected")
 
     def _closed(self) -> None:
@@ -294,23 +295,51 @@ class Workers:
         self.changed = asyncio.Event()
         self.reported = Pulse()
         self.watch: Callable[[Worker], None] = lambda worker: None  # who wants to know of every change of state
-        self.greeting: Callable[[], AnyMessage | None] = lambda: None  # the first message to a worker
-        self.all: dict[str, Worker] = {
-            name: Worker(
-                name,
-                roles[name],
-                address,
-                me=me,
-                secret=secret,
-                card=card,
-                on_change=self._on_change,
-                on_load=lambda _: self.reported.beat(),
-                greeting=lambda: self.greeting(),
-            )
-            for name, address in addresses.items()
-            if name in roles
-        }
-        self._tasks: list[asyncio.Task[None]] = []
+        self.greeting: Callable[[], list[AnyMessage]] = list  # the first messages to a worker
+        self._secret = secret
+        self._card = card
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._has_started = False
+        self.all: dict[str, Worker] = {}
+        for name, address in addresses.items():
+            if name in roles:
+                self.add(name, roles[name], address)
+
+    def add(self, name: str, role: str, address: str) -> Worker:
+        """One more; it is connected to from now on, or from `start` on."""
+        worker = self.all[name] = Worker(
+            name,
+            role,
+            address,
+            me=self.me,
+            secret=self._secret,
+            card=self._card,
+            on_change=self._on_change,
+            on_load=lambda _: self.reported.beat(),
+            greeting=self._greet,
+        )
+        if self._has_started:
+            self._start(worker)
+            self._introduce()
+        return worker
+
+    async def remove(self, worker: Worker) -> None:
+        """Nobody goes there any more."""
+        del self.all[worker.name]
+        self._introduce()
+        if (task := self._tasks.pop(worker.name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _greet(self, worker: Worker) -> list[AnyMessage]:
+        return [*self.greeting(), *([self._peers()] if worker.role == "prefill" else [])]
+
+    def _peers(self) -> Peers:
+        return Peers({worker.name: worker.address for worker in self.with_role("decode")})
+
+    def _introduce(self) -> None:
+        for worker in self.with_role("prefill"):
+            worker.send(self._peers())
 
     def drain(self, worker: Worker, is_draining: bool) -> None:
         """No new work for `worker`, or work again. What it has goes on."""
@@ -326,9 +355,15 @@ class Workers:
         return [worker for worker in self.all.values() if worker.role == role]
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(worker.run(), name=worker.name) for worker in self.all.values()]
+        self._has_started = True
+        for worker in self.all.values():
+            self._start(worker)
+
+    def _start(self, worker: Worker) -> None:
+        self._tasks[worker.name] = asyncio.create_task(worker.run(), name=worker.name)
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

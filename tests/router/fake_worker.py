@@ -25,6 +25,7 @@ from server.messages import (
     Heartbeat,
     Load,
     NotResident,
+    Peers,
     Prefill,
     SeqToken,
     SetKnobs,
@@ -128,7 +129,7 @@ class FakeWorker:
         async with self._heard:
             if isinstance(message, SetKnobs):
                 self.knobs = message
-            elif not _is_probe(message) and not isinstance(message, Heartbeat):
+            elif not _is_probe(message) and not isinstance(message, Heartbeat | Peers):
                 self.received.append(message)
             self._heard.notify_all()
         if isinstance(message, SetKnobs) and self.confirms:

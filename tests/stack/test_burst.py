@@ -1,4 +1,4 @@
-"""A burst far beyond what a small decode pool holds: marks hold, 429s say when to come back, what is taken is finished."""
+"""A burst far beyond what a small decode pool holds: marks hold, 429s say when to come back, the rest is answered."""
 
 import threading
 import time
