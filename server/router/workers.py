@@ -13,11 +13,24 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from server.errors import HandshakeRefused, PdctlError
-from server.messages import AbortAck, AnyMessage, Card, Done, Heartbeat, Load, SeqToken, Tokens
+from server.messages import (
+    NAME_BYTES,
+    AbortAck,
+    AnyMessage,
+    Blocks,
+    Card,
+    Done,
+    Heartbeat,
+    Load,
+    NotResident,
+    Peers,
+    SeqToken,
+    Tokens,
+)
 from server.sequence import SeqId
 from server.wire import Channel, Identity, connect, greet
 
@@ -44,7 +57,7 @@ class Expired:
     """The request's time is over."""
 
 
-Event = SeqToken | tuple[str, Done] | Lost | Expired
+Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
 Inbox = asyncio.Queue[Event]
 
 
@@ -59,6 +72,8 @@ class Worker:
         secret: bytes,
         card: Card,
         on_change: Callable[["Worker"], None],
+        on_load: Callable[["Worker"], None] = lambda worker: None,
+        greeting: Callable[["Worker"], list[AnyMessage]] = lambda worker: [],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.name = name
@@ -68,6 +83,8 @@ class Worker:
         self._secret = secret
         self._card = card
         self._on_change = on_change
+        self._on_load = on_load
+        self._greeting = greeting
         self._heartbeat_s = heartbeat_s
         self._channel: Channel | None = None
         self.state = "connecting"
@@ -78,9 +95,29 @@ class Worker:
         self.heartbeat: Heartbeat | None = None
         self.heartbeat_at = 0.0
         self.open: dict[SeqId, Inbox] = {}
-        self.prompt_tokens = 0  # of open sequences that this worker is to read
+        self.prompt_tokens = 0  # not cached, of open sequences that this worker is to read
+        self.num_reading = 0  # sequences that they belong to
+        self.cached: set[bytes] = set()  # names of the prefix blocks that it said it has
         self.unexpected = 0
+        self.is_draining = False  # by an operator: it ends what it has and gets nothing new
         self.pid: int | None = None  # if its card tells
+
+    @property
+    def rev(self) -> int:
+        """Of the knobs that it has confirmed."""
+        return self.load.rev if self.load is not None and self.is_connected else 0
+
+    @property
+    def shown_state(self) -> str:
+        """In one word, for people."""
+        if self.is_connected and self.is_draining:
+            return "drained" if self.is_drained else "draining"
+        return "busy" if self.is_connected and self.is_busy else self.state
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing of it is needed any more: neither for a client nor for KV that another worker still waits for."""
+        return self.is_draining and not self.open and (self.load is None or not self.load.pushing)
 
     @property
     def is_connected(self) -> bool:
@@ -95,18 +132,22 @@ class Worker:
         if self._channel is not None:
             self._channel.send(message)
 
-    def attach(self, seq_id: SeqId, inbox: Inbox, num_prompt: int) -> None:
+    def attach(self, seq_id: SeqId, inbox: Inbox) -> None:
         self.open[seq_id] = inbox
-        self.prompt_tokens += num_prompt
         if self._channel is None:
             inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
 
-    def detach(self, seq_id: SeqId, num_prompt: int) -> bool:
+    def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
-        if self.open.pop(seq_id, None) is None:
-            return False
-        self.prompt_tokens -= num_prompt
-        return True
+        return self.open.pop(seq_id, None) is not None
+
+    def begin_reading(self, num_tokens: int) -> None:
+        self.prompt_tokens += num_tokens
+        self.num_reading += 1
+
+    def end_reading(self, num_tokens: int) -> None:
+        self.prompt_tokens -= num_tokens
+        self.num_reading -= 1
 
     async def run(self) -> None:
         """Keeps the connection up until cancelled. A bad peer costs its sequences, never this loop."""
@@ -147,7 +188,10 @@ class Worker:
         pid = channel.card.offer.get("pid") if channel.card else None
         self.pid = pid if isinstance(pid, int) else None
         self.load = self.heartbeat = None
+        self.cached = set()
         self.heartbeat_at = time.monotonic()
+        for message in self._greeting(self):
+            channel.send(message)
         self._set("connected")
 
     def _closed(self) -> None:
@@ -192,12 +236,22 @@ class Worker:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
                         inbox.put_nowait(item)
+            case NotResident():
+                inbox = self.open.get(message.id)
+                if inbox is not None:
+                    inbox.put_nowait(message)
+            case Blocks():
+                if message.is_all:
+                    self.cached = set()
+                self.cached.update(_names(message.stored))
+                self.cached.difference_update(_names(message.removed))
             case Done():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
                     inbox.put_nowait((self.name, message))
             case Load():
                 self.load, self.load_at = message, time.monotonic()
+                self._on_load(self)
             case Heartbeat():
                 was_busy = self.is_busy
                 self.heartbeat, self.heartbeat_at = message, time.monotonic()
@@ -209,6 +263,28 @@ class Worker:
                 self.unexpected += 1
 
 
+def _names(packed: bytes) -> Iterator[bytes]:
+    return (packed[i : i + NAME_BYTES] for i in range(0, len(packed), NAME_BYTES))
+
+
+class Pulse:
+    """Wakes whoever waits at the moment, and nobody later."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def beat(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+
 class Workers:
     """All of them, by name. `changed` is set whenever one connects, goes, or ends being busy."""
 
@@ -217,22 +293,77 @@ class Workers:
     ) -> None:
         self.me = me
         self.changed = asyncio.Event()
-        self.all: dict[str, Worker] = {
-            name: Worker(
-                name, roles[name], address, me=me, secret=secret, card=card, on_change=lambda _: self.changed.set()
-            )
-            for name, address in addresses.items()
-            if name in roles
-        }
-        self._tasks: list[asyncio.Task[None]] = []
+        self.reported = Pulse()
+        self.watch: Callable[[Worker], None] = lambda worker: None  # who wants to know of every change of state
+        self.greeting: Callable[[], list[AnyMessage]] = list  # the first messages to a worker
+        self._secret = secret
+        self._card = card
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._has_started = False
+        self.all: dict[str, Worker] = {}
+        for name, address in addresses.items():
+            if name in roles:
+                self.add(name, roles[name], address)
+
+    def add(self, name: str, role: str, address: str) -> Worker:
+        """One more; it is connected to from now on, or from `start` on."""
+        worker = self.all[name] = Worker(
+            name,
+            role,
+            address,
+            me=self.me,
+            secret=self._secret,
+            card=self._card,
+            on_change=self._on_change,
+            on_load=lambda _: self.reported.beat(),
+            greeting=self._greet,
+        )
+        if self._has_started:
+            self._start(worker)
+            self._introduce()
+        return worker
+
+    async def remove(self, worker: Worker) -> None:
+        """Nobody goes there any more."""
+        del self.all[worker.name]
+        self._introduce()
+        if (task := self._tasks.pop(worker.name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _greet(self, worker: Worker) -> list[AnyMessage]:
+        return [*self.greeting(), *([self._peers()] if worker.role == "prefill" else [])]
+
+    def _peers(self) -> Peers:
+        return Peers({worker.name: worker.address for worker in self.with_role("decode")})
+
+    def _introduce(self) -> None:
+        for worker in self.with_role("prefill"):
+            worker.send(self._peers())
+
+    def drain(self, worker: Worker, is_draining: bool) -> None:
+        """No new work for `worker`, or work again. What it has goes on."""
+        worker.is_draining = is_draining
+        self._on_change(worker)
+
+    def _on_change(self, worker: Worker) -> None:
+        self.changed.set()
+        self.reported.beat()
+        self.watch(worker)
 
     def with_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.all.values() if worker.role == role]
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(worker.run(), name=worker.name) for worker in self.all.values()]
+        self._has_started = True
+        for worker in self.all.values():
+            self._start(worker)
+
+    def _start(self, worker: Worker) -> None:
+        self._tasks[worker.name] = asyncio.create_task(worker.run(), name=worker.name)
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
