@@ -8,7 +8,7 @@ It reads sequences and never changes them: that is the Scheduler's. One thread c
 
 import logging
 import time
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ import psutil
 import torch
 
 from server.engine import loading
-from server.engine.attention import AttentionBackend, BatchMeta, row_order
-from server.engine.attention_torch import TorchAttention
+from server.engine.attention import BatchMeta, row_order
+from server.engine.forward import Forward, make_forward, require_cuda
+from server.engine.fused import FusedWeights
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.sampler import Sampler
 from server.engine.selfcheck import check_length, check_logits
@@ -55,6 +56,8 @@ class ModelRunner:
         """`model` is a folder, or "dummy:" and a folder or config.json. 0 means: the model's or the machine's own."""
         self.device = torch.device(device)
         self.dtype = loading.choose_dtype(dtype, self.device)
+        if self.device.type == "cuda":
+            require_cuda(self.device, self.dtype)
         self.folder, self.is_dummy = loading.model_folder(model)
         self.config = loading.load_config(self.folder)
         self.spec = KVSpec.from_config(self.config, self.dtype, block_size)
@@ -73,7 +76,8 @@ class ModelRunner:
         self._kv_bytes = kv_bytes
         self._check = check
         self._model: Any = None
-        self._attention: AttentionBackend
+        self._weights: FusedWeights | None = None
+        self._forward: Forward
         self._sampler = Sampler()
 
     # -- load ---------------------------------------------------------------------------------------------------------
@@ -87,6 +91,7 @@ class ModelRunner:
             loading.keep_freed_memory()
         progress("weights", 0.0)
         self._model = loading.load_model(self.folder, self.config, self.dtype, self.device, self.is_dummy)
+        self._weights = FusedWeights.of(self._model, self.max_len)
         warm_len = min(self.max_len - 1, 256)
         scratch_len = max(check_length(self.spec), warm_len + 1)
         self._use_pool(KVCachePool(self.spec, 1 + self.spec.num_blocks_for(scratch_len), self.device))
@@ -109,7 +114,7 @@ class ModelRunner:
 
     def _use_pool(self, pool: KVCachePool) -> None:
         self.pool = pool
-        self._attention = TorchAttention(pool)
+        self._forward = make_forward(self._model, self._weights, pool, self._max_running)
 
     def _warm_up(self, prompt_len: int) -> None:
         """One prompt forward and one decode step, so that the first client does not pay for what torch sets up."""
@@ -169,7 +174,8 @@ class ModelRunner:
         order = row_order(slices)
         ordered = [slices[i] for i in order]
         sampling = [row for row, s in enumerate(ordered) if s.samples]
-        logits = self._forward(ordered, sampling)
+        meta = BatchMeta.build(ordered, self.spec.block_size)
+        logits = self._forward.logits(meta, [meta.query_starts[row + 1] - 1 for row in sampling])
         tokens: list[Token | None] = [None] * len(slices)
         if logits is not None:
             sampled = self._sampler.sample(logits, [ordered[row].seq for row in sampling])
@@ -177,26 +183,8 @@ class ModelRunner:
                 tokens[order[row]] = token
         return tokens
 
-    def _forward(self, slices: Rows[Slice], sampling: list[int]) -> torch.Tensor | None:
-        """Logits [len(sampling), vocab] of the last token of those rows; None if there are none."""
-        meta = BatchMeta.build(slices, self.spec.block_size)
-        last = [meta.query_starts[row + 1] - 1 for row in sampling]
-        inputs = self._inputs(meta)
-        if not last:
-            self._model.base_model(**inputs)
-            return None
-        keep = torch.tensor(last, device=self.device)
-        return self._model(**inputs, logits_to_keep=keep).logits[0]  # type: ignore[no-any-return]
-
     def _all_logits(self, slices: list[Slice]) -> torch.Tensor:
         meta = BatchMeta.build(slices, self.spec.block_size)
-        return self._model(**self._inputs(meta)).logits[0]  # type: ignore[no-any-return]
-
-    def _inputs(self, meta: BatchMeta) -> dict[str, Any]:
-        self._attention.plan(meta)
-        return {
-            "input_ids": torch.tensor([meta.token_ids], device=self.device),
-            "position_ids": torch.tensor([meta.positions], device=self.device),
-            "use_cache": False,
-            "paged": self._attention,
-        }
+        logits = self._forward.logits(meta, list(range(len(meta.token_ids))))
+        assert logits is not None
+        return logits
