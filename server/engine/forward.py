@@ -5,6 +5,7 @@ CUDA brings its own for the Llama family (`server.engine.graphs`), and only then
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,11 @@ from server.errors import StartError
 class Forward(Protocol):
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, valid until the next step;
-        None if `keep` is empty. KV is in the pool once the tensor work of the device's stream is done."""
+        None if `keep` is empty, and then the KV is in the pool."""
+        ...
+
+    def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
+        """Whatever makes later steps faster, once the pool is the one to serve from."""
         ...
 
 
@@ -39,9 +44,14 @@ class TransformersForward:
         }
         if not keep:
             self._model.base_model(**inputs)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             return None
         kept = torch.tensor(keep, device=self._device)
         return self._model(**inputs, logits_to_keep=kept).logits[0]  # type: ignore[no-any-return]
+
+    def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
+        pass
 
 
 class FusedForward:
@@ -60,6 +70,9 @@ class FusedForward:
         if len(keep) < hidden.shape[0]:
             hidden = hidden[torch.tensor(keep, device=self._device)]
         return self._model.logits(hidden)
+
+    def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
+        pass
 
 
 def require_cuda(device: torch.device, dtype: torch.dtype) -> None:

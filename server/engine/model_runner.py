@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 Auto = Literal["auto"]
 
-_KV_SHARE = 0.25  # of the memory that is free once the weights are loaded: other workers share the host
+# Of the memory that is free once the weights are loaded: a GPU is the worker's own and keeps room for graphs and
+# activations; other workers share the host's.
+_KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 # auto takes no more on a CPU, or four sequences of max_len: zeroing memory that the host has yet to find takes seconds.
 _CPU_KV_BYTES = 2 * 2**30
 
@@ -102,6 +104,7 @@ class ModelRunner:
         self._warm_up(warm_len)
         progress("kv cache", 0.9)
         self._use_pool(KVCachePool(self.spec, self._decide_num_blocks(), self.device))
+        self._forward.prepare(self.max_len, progress)
         progress("ready", 1.0)
 
     @property
@@ -133,7 +136,7 @@ class ModelRunner:
         most = 1 + self._max_running * self.spec.num_blocks_for(self.max_len)
         free = self._free_bytes()
         if self._kv_bytes == "auto":
-            affordable = int(free * _KV_SHARE) // block
+            affordable = int(free * _KV_SHARE[self.device.type]) // block
             if self.device.type == "cpu":
                 affordable = min(affordable, max(_CPU_KV_BYTES // block, 4 * least))
             num_blocks, source = min(most, affordable), "auto"

@@ -79,7 +79,12 @@ def test_fused_loop_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> N
     for prompt, output in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         theirs = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert output == theirs[0, len(prompt) :].tolist()
 
