@@ -193,7 +193,8 @@ def main() -> None:
     runner = ModelRunner(arguments.model, device="cuda", max_len=16384, kv_bytes=60 * 2**30)
     runner.load(lambda stage, share: print(f"{time.perf_counter() - started:6.1f} s {stage}", flush=True))
     print("logit differences", runner.logit_differences)
-    runner.pool.data.normal_()
+    with torch.inference_mode():
+        runner.pool.data.normal_()
     bench = Bench(runner, flops, bandwidth)
     rows: dict[str, Callable[[], list[Result]]] = {
         "decode": lambda: [bench.decode(*row) for row in DECODE],
