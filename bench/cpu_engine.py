@@ -74,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
-    runner = ModelRunner(args.model, dtype=args.dtype, threads=1, kv_bytes=2**30)
+    runner = ModelRunner(args.model, dtype=args.dtype, threads=1, kv_bytes=3 * 2**30)
     runner.load()
     reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=runner.dtype).eval()
     print(f"{args.model} {runner.dtype}, 1 thread; logit differences at start: {runner.logit_differences}")

@@ -14,7 +14,7 @@ class Admission:
         self._tables = tables
         self._roster = roster
         self._clock = clock
-        self._starved: Sequence | None = None  # aged, and there were no blocks for it when last looked at
+        self._starved: Sequence | None = None  # aged, and there were no blocks for it; until it no longer waits
 
     @property
     def horizon(self) -> float:
@@ -35,7 +35,6 @@ class Admission:
     def candidates(self) -> list[Sequence]:
         """WAITING and not waiting for a grant. Without one a sequence is passed by, aged or not: were it to hold up
         those behind it, whose blocks the granting side has reserved, both sides could wait for each other for ever."""
-        self._starved = None
         return [seq for seq in self._roster.waiting if seq.generation or not seq.needs_grant]
 
     def admit(self, seq: Sequence) -> bool:

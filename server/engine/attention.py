@@ -23,10 +23,8 @@ from server.sequence import Slice
 IMPLEMENTATION = "pdctl_paged"
 
 # What models pass along that changes nothing here. Everything else must be None, or the model is not ours to run.
-_HARMLESS = frozenset(
-    "dropout position_ids position_embeddings use_cache return_dict output_attentions output_hidden_states "
-    "output_router_logits cache_position cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k logits_to_keep".split()
-)
+_HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "return_dict", "logits_to_keep"}
+_HARMLESS |= {"output_attentions", "output_hidden_states", "output_router_logits", "cache_position"}
 
 
 @dataclass(slots=True)
@@ -102,6 +100,11 @@ def paged_attention_forward(
         raise ModelError(
             f"{type(module).__name__} attends over a window of {sliding_window}, "
             f"its config says {paged.spec.sliding_window}"
+        )
+    if (key.shape[1], key.shape[3], value.shape[3]) != (paged.spec.num_kv_heads, *[paged.spec.head_dim] * 2):
+        raise ModelError(
+            f"{type(module).__name__} makes keys of {key.shape[1]} x {key.shape[3]} and values of {value.shape[1]} x "
+            f"{value.shape[3]}, its config says {paged.spec.num_kv_heads} x {paged.spec.head_dim}"
         )
     for key_word, given in kwargs.items():
         if given is not None and key_word not in _HARMLESS:

@@ -17,7 +17,7 @@ _PADDING = 1.5  # a group pads its rows to at most this many times their own len
 
 
 class _Scratch:
-    """Named buffers that only grow: fresh temporaries of this size would be mapped and zeroed by the kernel each time."""
+    """Named buffers that only grow: the kernel would map and zero fresh ones of this size each time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -226,9 +226,7 @@ class TorchAttention:
         q = query.transpose(0, 1).reshape(rows * kv_heads, -1, head_dim)
         self._attend(q, k, v, group.bias, scaling, out[group.start : group.stop].view(rows * kv_heads, -1, head_dim))
 
-    def _run_prompt(
-        self, query: torch.Tensor, prompt: _Prompt, layer: int, scaling: float, out: torch.Tensor
-    ) -> None:
+    def _run_prompt(self, query: torch.Tensor, prompt: _Prompt, layer: int, scaling: float, out: torch.Tensor) -> None:
         """`query` is [heads, tokens, head_dim], all of the packed batch."""
         kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         k, v = self._gather(prompt.index, layer, kv_heads)

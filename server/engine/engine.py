@@ -78,7 +78,8 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.lock = threading.Lock()
+        # A Condition: who adds work may notify the loop, which waits on it when step() finds nothing.
+        self.lock = threading.Condition(threading.Lock())
         self.num_steps = 0
         self.times = StepTimes()
         self._clock = clock
@@ -106,7 +107,9 @@ class Engine:
         return StepResult(batch, steps, seconds)
 
     def _fail(self, batch: Batch, error: Exception, started: float) -> StepResult:
-        logger.exception("a step of %d tokens failed; its %d sequences end", batch.num_tokens, len(batch.slices))
+        logger.error(
+            "a step of %d tokens failed; its %d sequences end", batch.num_tokens, len(batch.slices), exc_info=error
+        )
         with self.lock:
             # Aborted first, so that update() frees them and registers none of the blocks that were to be written.
             failed = [s.seq for s in batch.slices if self.scheduler.abort(s.seq.id) is not None]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from server.engine.attention import AttentionBackend
+from server.engine.packed_linear import pack, packed_linear
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Of rope types, those whose angles depend on the position alone.
@@ -22,8 +23,13 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 @dataclass(slots=True)
 class Linear:
-    weight: torch.Tensor  # [out, in]
+    weight: torch.Tensor  # [out, in], or packed
     bias: torch.Tensor | None
+    is_packed: bool = False
+
+    def pack(self) -> None:
+        """Into oneDNN's own order, for CPUs. The old order stays only where somebody else holds it."""
+        self.weight, self.is_packed = pack(self.weight), True
 
 
 @dataclass(slots=True)
@@ -62,6 +68,13 @@ class FusedWeights:
     num_kv_heads: int
     head_dim: int
     eps: float
+
+    def pack(self) -> int:
+        """Packs all linears for a CPU, and returns how many."""
+        linears = [part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        for linear in (*linears, self.head):
+            linear.pack()
+        return len(linears) + 1
 
     @classmethod
     def of(cls, model: Any, max_len: int) -> Self | None:
@@ -201,6 +214,8 @@ class TorchOps:
         self._cos, self._sin = self._cos_sin[positions].unsqueeze(1).chunk(2, -1)  # [tokens, 1, head_dim / 2]
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        if linear.is_packed:
+            return packed_linear(x, linear.weight, linear.bias)
         return F.linear(x, linear.weight, linear.bias)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

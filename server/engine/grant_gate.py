@@ -34,10 +34,10 @@ class OutputLengths:
 
 
 class GrantGate:
-    """Open until someone finds no room above a low mark; then shut until both levels are down to their low marks.
+    """Open until a pass ends above a low mark and someone had to wait; then shut until both are at their low marks.
 
-    A refusal below the low marks shuts nothing: one prompt too large for now is no reason to hold up smaller ones. An
-    empty pool grants whatever fits it, marks or not.
+    So smaller ones pass a prompt too large for now, until it is aged; and below the low marks nothing shuts. An empty
+    pool grants whatever fits it, marks or not.
     """
 
     def __init__(self, limits: Limits, tables: BlockTables, roster: Roster) -> None:
@@ -58,15 +58,18 @@ class GrantGate:
         committed = self._tables.pool.num_used + self.num_reserved
         self.is_open = self.is_open or self._is_low(committed)
         granted: list[Sequence] = []
+        is_refused = False
         for seq in seqs:
             taken = self._take(seq, committed)
+            committed += taken
             if taken:
-                committed += taken
                 granted.append(seq)
                 continue
-            self.is_open = self.is_open and self._is_low(committed)
-            if seq.arrival <= horizon or not (self.is_open or self._is_low(committed)):
+            is_refused = True
+            if seq.arrival <= horizon:
                 break
+        if is_refused and not self._is_low(committed):
+            self.is_open = False
         return granted
 
     def _take(self, seq: Sequence, committed: int) -> int:

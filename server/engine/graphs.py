@@ -40,11 +40,10 @@ def decode_buckets(max_running: int) -> list[int]:
 
 
 def make_cuda_forward(model: Any, weights: FusedWeights | None, pool: KVCachePool, max_running: int) -> Forward:
-    text = model.config.get_text_config(decoder=True)
-    attention = FlashInferAttention(pool, text.num_attention_heads)
     if weights is None:
-        return TransformersForward(model, attention, pool.data.device)
-    return CudaForward(weights, attention, max_running)
+        num_heads = model.config.get_text_config(decoder=True).num_attention_heads
+        return TransformersForward(model, FlashInferAttention(pool, num_heads), pool.data.device)
+    return CudaForward(weights, FlashInferAttention(pool, weights.num_heads), max_running)
 
 
 Attend = Callable[[torch.Tensor, int, torch.Tensor], None]

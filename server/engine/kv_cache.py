@@ -135,8 +135,10 @@ class KVCachePool:
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.spec = spec
         self.num_blocks = num_blocks
-        self.data = torch.zeros((num_blocks, *spec.block_shape), dtype=spec.dtype, device=device)
-        self.blocks = self.data.view(num_blocks, -1).view(torch.uint8)
+        # Made as an inference tensor, it could not be written outside of inference mode, as transfers do.
+        with torch.inference_mode(False):
+            self.data = torch.zeros((num_blocks, *spec.block_shape), dtype=spec.dtype, device=device)
+            self.blocks = self.data.view(num_blocks, -1).view(torch.uint8)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, V) of one layer, each [num_blocks, num_kv_heads, block_size, head_dim], strided."""

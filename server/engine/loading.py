@@ -3,18 +3,21 @@
 Foreign errors become ModelError here: this is the one door to transformers. Nothing here knows of batches.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from server.engine.attention import IMPLEMENTATION
-from server.errors import ModelError
+from server.errors import ModelError, PdctlError
 
 DUMMY = "dummy:"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -52,15 +55,14 @@ def _cpu_flags() -> set[str]:
 
 
 def load_config(folder: Path) -> Any:
-    try:
+    with model_errors(f"the config in {folder} cannot be read"):
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"the config of {folder} cannot be read: {error}") from error
 
 
 def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, random: bool) -> torch.nn.Module:
     """The model in eval mode on `device`, using our attention."""
-    try:
+    transformers_logging.disable_progress_bar()
+    with model_errors(f"transformers cannot load the model in {folder}"):
         if random:
             # Every process makes the same weights, so that dummy models may hand KV to each other.
             with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -70,11 +72,20 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
             model = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
             )
-    except ModelError:
+        model = model.to(device).eval()
+        assert isinstance(model, torch.nn.Module)
+        return model
+
+
+@contextlib.contextmanager
+def model_errors(what: str) -> Iterator[None]:
+    """Anything foreign that is raised within becomes a ModelError that begins with `what`."""
+    try:
+        yield
+    except PdctlError:
         raise
     except Exception as error:
-        raise ModelError(f"transformers cannot load the model in {folder}: {error}") from error
-    return model.to(device).eval()  # type: ignore[no-any-return]
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def fingerprint(folder: Path, random: bool) -> str:

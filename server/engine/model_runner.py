@@ -20,8 +20,9 @@ from server.engine.attention import BatchMeta, row_order
 from server.engine.forward import Forward, make_forward, require_cuda
 from server.engine.fused import FusedWeights
 from server.engine.kv_cache import KVCachePool, KVSpec
+from server.engine.packed_linear import can_pack, pack_linears
 from server.engine.sampler import Sampler
-from server.engine.selfcheck import check_length, check_logits
+from server.engine.selfcheck import check_logits, check_sequence, eager_logits
 from server.errors import ModelError, StartError
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
 
@@ -33,6 +34,7 @@ Auto = Literal["auto"]
 # Of the memory that is free once the weights are loaded: a GPU is the worker's own and keeps room for graphs and
 # activations; other workers share the host's.
 _KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
+_WARM_UP_TOKENS = 256
 # auto takes no more on a CPU, or four sequences of max_len: zeroing memory that the host has yet to find takes seconds.
 _CPU_KV_BYTES = 2 * 2**30
 
@@ -54,6 +56,7 @@ class ModelRunner:
         max_running: int = 64,
         kv_bytes: int | Auto = "auto",
         check: bool = True,
+        pack: bool = True,
     ) -> None:
         """`model` is a folder, or "dummy:" and a folder or config.json. 0 means: the model's or the machine's own."""
         self.device = torch.device(device)
@@ -72,11 +75,13 @@ class ModelRunner:
         if own_len and self.max_len > own_len:
             raise ModelError(f"model.max_len ({self.max_len}) is above the model's own limit of {own_len} tokens")
         self.logit_differences: dict[str, float] = {}
+        self.weight_bytes = 0  # from load() on
         self.pool: KVCachePool  # from load() on
         self._threads = threads
         self._max_running = max_running
         self._kv_bytes = kv_bytes
         self._check = check
+        self._pack = pack
         self._model: Any = None
         self._weights: FusedWeights | None = None
         self._forward: Forward
@@ -86,30 +91,45 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load(self, progress: Progress = _silent) -> None:
-        """`progress(stage, share done)` is called as it goes: weights, check, warm-up, kv cache, ready."""
+        """`progress(stage, share done)` is called as it goes: weights, packing, check, warm-up, kv cache, ready."""
         if self._threads:
             torch.set_num_threads(self._threads)
         if self.device.type == "cpu":
             loading.keep_freed_memory()
         progress("weights", 0.0)
         self._model = loading.load_model(self.folder, self.config, self.dtype, self.device, self.is_dummy)
-        self._weights = FusedWeights.of(self._model, self.max_len)
-        warm_len = min(self.max_len - 1, 256)
-        scratch_len = max(check_length(self.spec), warm_len + 1)
-        self._use_pool(KVCachePool(self.spec, 1 + self.spec.num_blocks_for(scratch_len), self.device))
-        if self._check:
-            progress("check", 0.5)
-            self.logit_differences = check_logits(self._model, self._all_logits, self.spec, self.vocab_size)
-        progress("warm-up", 0.7)
-        self._warm_up(warm_len)
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        with loading.model_errors(f"{type(self._model).__name__} does not run with paged attention"):
+            self._try_out(progress)
         progress("kv cache", 0.9)
         self._use_pool(KVCachePool(self.spec, self._decide_num_blocks(), self.device))
         self._forward.prepare(self.max_len, progress)
         progress("ready", 1.0)
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+    def _try_out(self, progress: Progress) -> None:
+        """The start-up check and the warm-up, in a small pool that is dropped afterwards."""
+        seq = check_sequence(self.spec, self.vocab_size)
+        # Before packing, so that the check covers that too.
+        theirs = eager_logits(self._model, seq.prompt) if self._check else None
+        name = type(self._model).__name__
+        self._weights = FusedWeights.of(self._model, self.max_len)
+        if self._pack and self.device.type == "cpu" and can_pack(self.dtype):
+            progress("packing", 0.4)
+            logger.info("packed %d linear layers for this CPU", self._pack_linears())
+        warm_len = min(self.max_len - 1, _WARM_UP_TOKENS)
+        num_blocks = self.spec.num_blocks_for(max(len(seq.prompt), warm_len + 1))
+        self._use_pool(KVCachePool(self.spec, 1 + num_blocks, self.device))
+        if theirs is not None:
+            progress("check", 0.5)
+            self.logit_differences = check_logits(theirs, self._all_logits, seq, self.spec, name)
+        progress("warm-up", 0.7)
+        self._warm_up(warm_len)
+
+    def _pack_linears(self) -> int:
+        if self._weights is None:
+            return pack_linears(self._model)
+        self._model = None  # its parameters are views of what packing is to free
+        return self._weights.pack()
 
     def fingerprint(self) -> str:
         """Of config and weights, for the model card."""
@@ -150,8 +170,8 @@ class ModelRunner:
         )  # fmt: skip
         if num_blocks < least:
             raise StartError(
-                f"the KV cache ({source}) has {num_blocks} blocks, {num_blocks * block / 2**20:.1f} MiB; one sequence of "
-                f"max_len {self.max_len} needs {least}, {least * block / 2**20:.1f} MiB",
+                f"the KV cache ({source}) has {num_blocks} blocks, {num_blocks * block / 2**20:.1f} MiB; one sequence "
+                f"of max_len {self.max_len} needs {least}, {least * block / 2**20:.1f} MiB",
                 help="raise kv_bytes or lower model.max_len",
             )
         if num_blocks * block > free:

@@ -2,15 +2,16 @@
 
 Order, as in vLLM: allowed_token_ids, min_tokens, logit_bias, penalties (repetition over prompt and output, then
 frequency and presence over the output), temperature, min_p, top_k, top_p. Values tied with the last one that top_k or
-top_p keeps are kept too. Logprobs are of the model's own distribution: log_softmax of the raw logits, before all of that
-(as OpenAI and vLLM report them).
+top_p keeps are kept too. Logprobs are of the model's own distribution, as OpenAI and vLLM report them: log_softmax of
+the raw logits, before all of that.
 
 A draw is the inverse of the cumulative distribution, in token order, at one number in [0, 1) that `uniform` derives
 from (seed, output index). So a token depends on its logits and its own request only: not on the rest of the batch, the
 process, or which worker draws it.
 """
 
-from collections.abc import Callable, Iterable, Sequence as Rows
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
 
 import torch
 
@@ -92,9 +93,7 @@ def reshape(raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
 def _allow(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
     for i, s in enumerate(seqs):
         if s.params.allowed_token_ids:
-            keep = torch.tensor(
-                [t for t in s.params.allowed_token_ids if 0 <= t < logits.shape[1]], device=logits.device, dtype=torch.long
-            )
+            keep = _index((t for t in s.params.allowed_token_ids if 0 <= t < logits.shape[1]), logits)
             row = torch.full_like(logits[i], _NEVER)
             row[keep] = logits[i, keep]
             logits[i] = row

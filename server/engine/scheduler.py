@@ -283,7 +283,6 @@ class Scheduler:
         seq.output.append(token.id)
         seq.finish_reason = self._end_reason(seq)
         if seq.finish_reason:
-            self._gate.lengths.add(len(seq.output))
             self._end(seq)
 
     def _end_reason(self, seq: Sequence) -> str:
@@ -303,6 +302,8 @@ class Scheduler:
 
     def _drop(self, seq: Sequence) -> None:
         self._roster.move(seq, SeqState.FINISHED)
+        if seq.output:  # aborted ones too: a stop string found by the router ends a sequence so
+            self._gate.lengths.add(len(seq.output))
         if self._batch is not None and any(piece.seq is seq for piece in self._batch.slices):
             self._to_free.append(seq)
         else:

@@ -38,22 +38,19 @@ def check_sequence(spec: KVSpec, vocab_size: int) -> Sequence:
     return Sequence(SeqId("check", 0, 0), prompt, SamplingParams(max_tokens=1), block_table=table)
 
 
-def check_logits(model: Any, forward: Forward, spec: KVSpec, vocab_size: int) -> dict[str, float]:
-    """`forward` computes slices against a pool of its own and gives the logits of all their tokens. Returns the
-    relative differences; raises ModelError when one is too large."""
-    seq = check_sequence(spec, vocab_size)
-    theirs = _eager_logits(model, seq.prompt)
+def check_logits(theirs: torch.Tensor, forward: Forward, seq: Sequence, spec: KVSpec, name: str) -> dict[str, float]:
+    """`theirs` are the eager logits of `seq`; `forward` computes slices of it against a pool of its own and gives the
+    logits of all their tokens. Returns the relative differences; raises ModelError when one is too large."""
     scale = (theirs - theirs.mean(-1, keepdim=True)).norm()
-    differences: dict[str, float] = {}
-    for name, stops in _ways(len(seq.prompt), spec.block_size).items():
-        ours = torch.cat([forward([Slice(seq, a, b - a)]).float() for a, b in zip([0, *stops], stops, strict=False)])
-        differences[name] = float((ours - theirs).norm() / scale)
     limit = _TOLERANCE[spec.dtype]
-    for name, difference in differences.items():
-        if not difference <= limit:  # NaN is refused too
+    differences: dict[str, float] = {}
+    for way, stops in _ways(len(seq.prompt), spec.block_size).items():
+        ours = torch.cat([forward([Slice(seq, a, b - a)]).float() for a, b in zip([0, *stops], stops, strict=False)])
+        differences[way] = float((ours - theirs).norm() / scale)
+        if not differences[way] <= limit:  # NaN is refused too
             raise ModelError(
-                f"{type(model).__name__} gives other logits {name} than in transformers: "
-                f"relative difference {difference:.2g}, allowed {limit:g} in {str(spec.dtype).removeprefix('torch.')}",
+                f"{name} gives other logits {way} than in transformers: relative difference {differences[way]:.2g}, "
+                f"allowed {limit:g} in {str(spec.dtype).removeprefix('torch.')}",
                 help="its attention has something pdctl does not know of",
             )
     return differences
@@ -68,8 +65,8 @@ def _ways(length: int, block_size: int) -> dict[str, list[int]]:
     }
 
 
-def _eager_logits(model: Any, prompt: list[int]) -> torch.Tensor:
-    """[tokens, vocab] in float32."""
+def eager_logits(model: Any, prompt: list[int]) -> torch.Tensor:
+    """transformers' own, [tokens, vocab] in float32."""
     model.set_attn_implementation("eager")
     try:
         ids = torch.tensor([prompt], device=model.device)

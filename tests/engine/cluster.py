@@ -82,6 +82,7 @@ class PrefillNode(Node):
         super().__init__(cluster, limits, num_blocks)
         self.peers: dict[SeqId, DecodeNode] = {}
         self.granted: set[SeqId] = set()
+        self.early: dict[SeqId, tuple[int, int]] = {}  # grants that outran their prompts
         self.computed: dict[SeqId, Token] = {}
 
     def prefill(self, request: Request, peer: "DecodeNode") -> None:
@@ -92,6 +93,8 @@ class PrefillNode(Node):
         if self.cluster.policy.run_ahead:
             self.cluster.send(peer.asked, request.id, self)
             self.scheduler.granted(request.id, 1, 0)
+        if request.id in self.early:
+            self.scheduler.granted(request.id, *self.early.pop(request.id))
         self.look()
 
     def negotiate(self) -> None:
@@ -100,7 +103,10 @@ class PrefillNode(Node):
 
     def grant(self, seq_id: SeqId, generation: int, num_resident_blocks: int) -> None:
         self.granted.add(seq_id)
-        self.scheduler.granted(seq_id, generation, num_resident_blocks)
+        if seq_id in self.peers:
+            self.scheduler.granted(seq_id, generation, num_resident_blocks)
+        else:
+            self.early[seq_id] = generation, num_resident_blocks
         self.push(seq_id)
         self.look()
 
@@ -164,8 +170,8 @@ class DecodeNode(Node):
     def kv(self, seq_id: SeqId, token: Token, peer: PrefillNode) -> None:
         random, seq = self.cluster.random, self.scheduler.get(seq_id)
         if seq is not None and random.random() < 0.1:
-            known = random.choice([None, token]) if self.cluster.requests[seq_id].is_aborted else token
-            self.scheduler.recompute(seq_id, random.randrange(len(seq.block_table) + 1), known)
+            verified = random.randrange(len(seq.block_table) + 1)
+            self.scheduler.recompute(seq_id, verified, random.choice([None, token]))
         else:
             self.scheduler.received(seq_id, token)
         if seq is not None and seq.state is SeqState.FINISHED:  # token 0 filled this pool
@@ -204,14 +210,15 @@ class Cluster:
         self.prefills = [PrefillNode(self, self.limits(), self.num_blocks()) for _ in range(random.randrange(1, 4))]
         self.decodes = [DecodeNode(self, self.limits(True), self.num_blocks()) for _ in range(random.randrange(1, 3))]
         for node in (*self.prefills, *self.decodes):
-            scheduler = node.scheduler
-            scheduler._admission.__class__ = policy.admission
+            node.scheduler._admission.__class__ = policy.admission
+            for _ in range(random.choice([0, 1000])):  # an estimate far too low must cost preemptions only
+                node.scheduler._gate.lengths.add(1)
         for n in range(random.randrange(10, 40)):
             self.invent(n)
 
     def num_blocks(self) -> int:
         """The null block, and barely more than the largest prompt and one token take."""
-        return 1 + -(-(self.max_prompt + 1) // BLOCK) + self.random.choice([0, 0, 1, 2, 5])
+        return 1 + -(-(self.max_prompt + 1) // BLOCK) + self.random.choice([0, 0, 1, 2, 5, 15])
 
     def limits(self, decodes: bool = False) -> Limits:
         random = self.random
@@ -254,8 +261,8 @@ class Cluster:
 
     def token(self, seq_id: SeqId, step: Step) -> None:
         request = self.requests[seq_id]
-        assert step.index == request.num_tokens, "the client gets each index once, in order"
-        request.num_tokens += 1
+        assert step.index <= request.num_tokens, "an index is left out"
+        request.num_tokens = max(request.num_tokens, step.index + 1)  # index 0 may come from both sides
         request.is_done = request.is_done or step.finished
         self.num_tokens += 1
 

@@ -91,7 +91,7 @@ def test_fused_loop_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> N
 
 def test_merging_leaves_one_copy_of_the_weights(tmp_path: Path) -> None:
     make(CONFIGS["qwen2"], tmp_path)
-    runner = ModelRunner(tmp_path, dtype="float32", kv_bytes=2**22)
+    runner = ModelRunner(tmp_path, dtype="float32", kv_bytes=2**22, pack=False)
     runner.load()
     assert runner._weights is not None
     attention = runner._model.model.layers[1].self_attn

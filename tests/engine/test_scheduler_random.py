@@ -1,5 +1,6 @@
 """Ten thousand random operations a seed on one scheduler that plays every role at once; all is checked after each."""
 
+from itertools import accumulate
 from random import Random
 
 import pytest
@@ -27,6 +28,7 @@ class Chaos:
         self.scheduler = Scheduler(self.limits, self.pool, lambda: self.now)
         self.alive: list[Sequence] = []
         self.batch: Batch | None = None
+        self.kv: dict[tuple[int, int], int] = {}  # (block, offset): what is written there stands for its whole prefix
         self.num_added = 0
         self.num_ended = 0
         self.num_refused = 0
@@ -90,11 +92,21 @@ class Chaos:
 
     def receive(self) -> None:
         seq = self.pick(SeqState.RECEIVING)
-        if seq and self.random.random() < 0.7:
+        if seq is None or seq.num_computed:  # in line to run already
+            return
+        resident = seq.num_resident_blocks
+        if self.random.random() < 0.7:
+            self.kv |= self.slots(seq, resident * 4, seq.num_tokens)
             self.scheduler.received(seq.id, self.token())
-        elif seq:
-            verified = self.random.randrange(0, len(seq.block_table) + 1)
+        else:
+            verified = self.random.randrange(resident, len(seq.block_table) + 1)
+            self.kv |= self.slots(seq, resident * 4, min(verified * 4, seq.num_tokens))
             self.scheduler.recompute(seq.id, verified, self.random.choice([None, self.token()]))
+
+    def slots(self, seq: Sequence, start: int, stop: int) -> dict[tuple[int, int], int]:
+        """What the KV of tokens [start, stop) is, by slot."""
+        prefixes = accumulate(seq.tokens(0, stop), lambda before, token: hash((before, token)), initial=hash(seq.salt))
+        return {(seq.block_table[n // 4], n % 4): kv for n, kv in enumerate(list(prefixes)[1:]) if n >= start}
 
     def step(self) -> None:
         if self.batch is None:
@@ -109,6 +121,8 @@ class Chaos:
         for piece in batch.slices:
             assert piece.num_tokens > 0 and piece.start == piece.seq.num_computed
             assert piece.start + piece.num_tokens <= len(piece.seq.block_table) * 4
+            written = self.slots(piece.seq, 0, piece.start)
+            assert all(self.kv.get(slot) == kv for slot, kv in written.items()), "KV that is not this prefix's"
             self.check_written_alone(piece.seq.block_table[piece.start // 4 :], piece.seq)
 
     def check_written_alone(self, blocks: list[int], writer: Sequence) -> None:
@@ -117,6 +131,8 @@ class Chaos:
 
     def finish_step(self) -> None:
         assert self.batch is not None
+        for piece in self.batch.slices:  # a step writes whatever became of its sequences meanwhile
+            self.kv |= self.slots(piece.seq, piece.start, piece.start + piece.num_tokens)
         lengths = {seq.id: len(seq.output) for seq in self.alive}
         for step in self.scheduler.update(
             self.batch, [self.token() if piece.samples else None for piece in self.batch.slices]
