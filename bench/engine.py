@@ -110,15 +110,17 @@ class Bench:
         assert weights is not None
         self._forward: Any = runner._forward
         self._matrix = sum(
-            linear.weight.numel() for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        )  # fmt: skip
+            linear.weight.numel()
+            for layer in weights.layers
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
         self._head = weights.head.weight.numel()
         self._width = weights.num_heads * weights.head_dim
 
-    def sequences(self, count: int, length: int, first: int = 0) -> list[Sequence]:
+    def sequences(self, count: int, length: int, first: int = 0, extra: int = 1) -> list[Sequence]:
         """Of random tokens, with blocks spread over the pool as after hours of service."""
         spec = self.runner.spec
-        need = spec.num_blocks_for(length + 1)
+        need = spec.num_blocks_for(length + extra)
         ids = (
             torch.randperm(self.runner.pool.num_blocks - 1, generator=torch.Generator().manual_seed(first))[
                 : count * need
@@ -137,8 +139,15 @@ class Bench:
         ]
 
     def decode(self, batch: int, context: int, repeats: int = 30) -> Result:
-        step = Batch([Slice(s, context - 1, 1) for s in self.sequences(batch, context)])
-        wall = wall_ms(lambda: self.runner.execute(step), repeats)
+        seqs = self.sequences(batch, context, extra=repeats + 2)
+
+        def step() -> None:
+            slices = [Slice(s, s.num_tokens - 1, 1) for s in seqs]
+            for s, token in zip(seqs, self.runner.execute(Batch(slices)), strict=True):
+                assert token is not None
+                s.output.append(token.id)
+
+        wall = wall_ms(step, repeats)
         size = min(have for have in self._forward._decodes if have >= batch)
         device = device_ms(self._forward._decodes[size]._graph.replay, repeats)
         spec = self.runner.spec
@@ -187,7 +196,8 @@ def main() -> None:
         sys.exit("bench/engine.py needs a CUDA device; bench/cpu_engine.py is for a CPU")
     flops, bandwidth = ceilings()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: "
+        f"{flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s"
     )
     started = time.perf_counter()
     runner = ModelRunner(arguments.model, device="cuda", max_len=16384, kv_bytes=60 * 2**30)

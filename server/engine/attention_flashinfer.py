@@ -26,9 +26,11 @@ _ALIGN = 64  # tokens
 class StepBuffer:
     """What a step needs on the device, as int32 in pinned memory, and one copy of it.
 
-    In this order: token ids, positions, slots (each padded to `size` with zeros: token 0 at position 0 written to the
-    null block), the tokens whose logits are wanted, then the blocks of all rows.
+    In this order, `size` numbers each, zeros where a step has fewer: token ids, positions, slots, tokens whose logits
+    are wanted; then the blocks of all rows. So padding is token 0 at position 0, written to the null block.
     """
+
+    _SECTIONS = 4
 
     def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
         self._device = device
@@ -36,35 +38,35 @@ class StepBuffer:
 
     def _reserve(self, capacity: int) -> None:
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
-        self._numbers = self._host.numpy()
+        self.numbers = self._host.numpy()
         self.data = torch.zeros(capacity, dtype=torch.int32, device=self._device)
 
+    @classmethod
+    def capacity(cls, size: int, num_blocks: int) -> int:
+        return cls._SECTIONS * size + num_blocks
+
+    def holds(self, size: int, num_blocks: int) -> bool:
+        return self.capacity(size, num_blocks) <= self.data.numel()
+
     def inputs(self, size: int) -> "StepInputs":
-        """The views that `fill` with this size writes; at the same addresses until a step comes that it does not hold."""
-        return StepInputs(*(self.data[i * size : (i + 1) * size] for i in range(3)))
+        """The views that `fill` with this size writes; at the same addresses until a step comes that it does not
+        hold."""
+        sections = (self.data[i * size : (i + 1) * size] for i in range(self._SECTIONS))
+        return StepInputs(*sections, self.data[self._SECTIONS * size :])
 
-    def holds(self, size: int, keep: list[int], num_blocks: int) -> bool:
-        return 3 * size + len(keep) + num_blocks <= self.data.numel()
+    def fill(self, meta: BatchMeta, size: int, keep: list[int], blocks: "array[int]") -> None:
+        """The copy of the step before must be done (`FlashInferAttention.wait`)."""
+        if not self.holds(size, len(blocks)):
+            self._reserve(2 * self.capacity(size, len(blocks)))
+        for i, values in enumerate((meta.token_ids, meta.positions, meta.slot_mapping, keep)):
+            self.numbers[i * size : i * size + len(values)] = array("i", values)
+            self.numbers[i * size + len(values) : (i + 1) * size] = 0
+        start = self._SECTIONS * size
+        self.numbers[start : start + len(blocks)] = blocks
 
-    def fill(self, meta: BatchMeta, size: int, keep: list[int], blocks: array) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[type-arg]
-        """(kept tokens, blocks), on the device. The copy of the step before must be done (`FlashInferAttention.wait`)."""
-        need = 3 * size + len(keep) + len(blocks)
-        if need > self.data.numel():
-            self._reserve(2 * need)
-        used = len(meta.token_ids)
-        for i, values in enumerate((meta.token_ids, meta.positions, meta.slot_mapping)):
-            self._numbers[i * size : i * size + used] = array("i", values)
-            self._numbers[i * size + used : (i + 1) * size] = 0
-        end = 3 * size + len(keep)
-        self._numbers[3 * size : end] = keep
-        self._numbers[end:need] = blocks
-        self.data[:need].copy_(self._host[:need], non_blocking=True)
-        return self.data[3 * size : end], self.data[end:need]
-
-
-def padded(num_tokens: int) -> int:
-    """A size whose views keep their 16-byte alignment: Triton compiles a kernel anew for pointers without it."""
-    return -(-num_tokens // _ALIGN) * _ALIGN
+    def send(self, size: int, num_blocks: int) -> None:
+        used = self.capacity(size, num_blocks)
+        self.data[:used].copy_(self._host[:used], non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -72,6 +74,13 @@ class StepInputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    keep: torch.Tensor
+    blocks: torch.Tensor
+
+
+def padded(num_tokens: int) -> int:
+    """A size whose views keep their 16-byte alignment: Triton compiles a kernel anew for pointers without it."""
+    return -(-num_tokens // _ALIGN) * _ALIGN
 
 
 @dataclass(slots=True)
@@ -82,16 +91,15 @@ class Rows:
     last_page_len: torch.Tensor
 
     @classmethod
-    def of(cls, meta: BatchMeta, start: int, stop: int, padding: int, block_size: int) -> "Rows":
-        """Rows [start, stop), then `padding` rows of one token in one block."""
-        counts = [len(table) for table in meta.block_tables[start:stop]] + [1] * padding
-        last = [(n - 1) % block_size + 1 for n in meta.context_lens[start:stop]] + [1] * padding
-        indptr = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=indptr[1:])
-        return cls(torch.from_numpy(indptr), torch.tensor(last, dtype=torch.int32))
+    def of(cls, context_lens: list[int], padding: int, block_size: int) -> "Rows":
+        """Rows of these lengths, then `padding` rows of one token in one block."""
+        lens = np.array(context_lens + [1] * padding, dtype=np.int32)
+        indptr = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.cumsum((lens - 1) // block_size + 1, out=indptr[1:])
+        return cls(torch.from_numpy(indptr), torch.from_numpy((lens - 1) % block_size + 1))
 
 
-def block_list(meta: BatchMeta, padding: int = 0) -> array:  # type: ignore[type-arg]
+def block_list(meta: BatchMeta, padding: int = 0) -> "array[int]":
     """The block tables of all rows one after another, and the null block for each padding row."""
     blocks = array("i")
     for table in meta.block_tables:
@@ -128,10 +136,12 @@ class FlashInferAttention:
 
     def plan(self, meta: BatchMeta) -> None:
         """For a step whose inputs nobody has put on the device yet."""
-        size = padded(len(meta.token_ids))
+        tokens, size, blocks = len(meta.token_ids), padded(len(meta.token_ids)), block_list(meta)
         self.wait()
-        _, blocks = self.buffer.fill(meta, size, [], block_list(meta))
-        self.plan_rows(meta, blocks, self.buffer.inputs(size).slots[: len(meta.token_ids)])
+        self.buffer.fill(meta, size, [], blocks)
+        self.buffer.send(size, len(blocks))
+        inputs = self.buffer.inputs(size)
+        self.plan_rows(meta, inputs.blocks, inputs.slots[:tokens])
         self.mark()
 
     def wait(self) -> None:
@@ -142,19 +152,19 @@ class FlashInferAttention:
         self._planned.record()
 
     def plan_rows(self, meta: BatchMeta, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """`blocks` and `slots` are on the device."""
+        """`blocks` (at least those of all rows) and `slots` are on the device."""
         self._meta, self._blocks, self._slots = meta, blocks, slots
-        rows, num_decode = len(meta.context_lens), meta.num_decode
-        num_decode_blocks = sum(len(table) for table in meta.block_tables[:num_decode])
+        num_decode, block_size = meta.num_decode, self.spec.block_size
+        decodes = Rows.of(meta.context_lens[:num_decode], 0, block_size)
+        num_decode_blocks = int(decodes.indptr[-1])
         if num_decode:
-            self.plan_decode(
-                self._decodes, Rows.of(meta, 0, num_decode, 0, self.spec.block_size), blocks[:num_decode_blocks]
-            )
-        if rows > num_decode:
-            where = Rows.of(meta, num_decode, rows, 0, self.spec.block_size)
+            self.plan_decode(self._decodes, decodes, blocks[:num_decode_blocks])
+        if len(meta.context_lens) > num_decode:
+            where = Rows.of(meta.context_lens[num_decode:], 0, block_size)
+            prompt_blocks = blocks[num_decode_blocks : num_decode_blocks + int(where.indptr[-1])]
             starts = torch.tensor(meta.query_starts[num_decode:], dtype=torch.int32) - num_decode
             self._prompts.plan(
-                starts, where.indptr, blocks[num_decode_blocks:], where.last_page_len,
+                starts, where.indptr, prompt_blocks, where.last_page_len,
                 self.num_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.block_size,
                 causal=True, sm_scale=self.scaling, window_left=self._window_left,
                 q_data_type=self.spec.dtype, kv_data_type=self.spec.dtype,

@@ -64,12 +64,13 @@ class FusedForward:
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         self._attention.plan(meta)
         self._ops.begin(torch.tensor(meta.positions, device=self._device))
-        hidden = self._model.forward(torch.tensor(meta.token_ids, device=self._device))
+        residual, attended = self._model.forward(torch.tensor(meta.token_ids, device=self._device))
         if not keep:
             return None
-        if len(keep) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(keep, device=self._device)]
-        return self._model.logits(hidden)
+        if len(keep) < len(meta.token_ids):
+            kept = torch.tensor(keep, device=self._device)
+            residual, attended = residual[kept], attended[kept]
+        return self._model.finish(attended, residual)
 
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
         pass

@@ -4,7 +4,7 @@
    that nothing is held twice and transformers' forward still runs (the start-up check compares with it).
 2. `FusedModel(weights, ops)` is the loop. What a device does in its own way is in `Ops`; `TorchOps` does it anywhere.
 
-The loop falls into pieces between attentions (`enter`, then one `between` a layer): CUDA records each as a graph.
+The loop falls into pieces between attentions (`enter`, one `between` a layer, `finish`): CUDA records each as a graph.
 """
 
 from dataclasses import dataclass
@@ -146,8 +146,10 @@ class Ops(Protocol):
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place and gives the norm of the sum."""
+    def linear_add_norm(
+        self, x: torch.Tensor, linear: Linear, residual: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds linear(x) to `residual` in place and gives the norm of the sum."""
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
@@ -166,12 +168,13 @@ class FusedModel:
         self.weights = weights
         self.ops = ops
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the last norm, for `logits`."""
+    def forward(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual, attention of the last layer) of all tokens, for `finish`; their KV is written."""
         residual, x = self.enter(token_ids)
-        for index in range(len(self.weights.layers)):
+        last = len(self.weights.layers) - 1
+        for index in range(last):
             x = self.between(index, self.ops.attend(x, index), residual)
-        return x
+        return residual, self.ops.attend(x, last)
 
     def enter(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual, what the first attention takes)."""
@@ -180,21 +183,26 @@ class FusedModel:
         return residual, self._into_attention(self.ops.norm(residual, first.input_norm), 0)
 
     def between(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """From the attention of layer `index` to what the next one takes; after the last layer, the hidden states."""
-        ops, layers = self.ops, self.weights.layers
-        layer = layers[index]
-        x = ops.add_norm(ops.linear(attended, layer.out), residual, layer.post_norm)
-        x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
-        if index + 1 == len(layers):
-            return ops.add_norm(x, residual, self.weights.norm)
-        return self._into_attention(ops.add_norm(x, residual, layers[index + 1].input_norm), index + 1)
+        """From the attention of layer `index`, not the last, to what the next one takes."""
+        following = self.weights.layers[index + 1]
+        return self._into_attention(self._out_of_attention(index, attended, residual, following.input_norm), index + 1)
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Logits of those tokens whose rows of the last attention and residual are given: what follows the last
+        attention is wanted of few tokens of a prompt."""
+        hidden = self._out_of_attention(len(self.weights.layers) - 1, attended, residual, self.weights.norm)
+        return self.ops.linear(hidden, self.weights.head)
+
+    def _out_of_attention(
+        self, index: int, attended: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        ops, layer = self.ops, self.weights.layers[index]
+        x = ops.linear_add_norm(attended, layer.out, residual, layer.post_norm)
+        return ops.linear_add_norm(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down, residual, norm)
 
     def _into_attention(self, x: torch.Tensor, index: int) -> torch.Tensor:
         layer = self.weights.layers[index]
         return self.ops.rotate(self.ops.linear(x, layer.qkv), layer, index)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(hidden, self.weights.head)
 
 
 class TorchOps:
@@ -223,8 +231,10 @@ class TorchOps:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return weight * wide.to(x.dtype)
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.norm(residual.add_(x), weight)
+    def linear_add_norm(
+        self, x: torch.Tensor, linear: Linear, residual: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        return self.norm(residual.add_(self.linear(x, linear)), weight)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)

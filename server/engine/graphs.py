@@ -12,8 +12,10 @@
 import functools
 import logging
 import time
+from array import array
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import flashinfer
 import torch
@@ -61,20 +63,24 @@ class CudaOps:
         self._queries: torch.Tensor | None
 
     def begin_step(self, inputs: StepInputs, attend: Attend, queries: torch.Tensor | None = None) -> None:
-        """`attend(queries, layer, out)` is the attention of this step. Turned queries go to `queries` if it is given."""
+        """`attend(queries, layer, out)` is the attention of this step. Turned queries go to `queries`, if given."""
         self._inputs, self._attend, self._queries = inputs, attend, queries
 
     def begin(self, positions: torch.Tensor) -> None:
         raise NotImplementedError("begin_step knows the slots too")
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return F.linear(x, linear.weight, linear.bias)
+        out = kernels.linear_one_row(x, linear.weight, linear.bias)
+        return F.linear(x, linear.weight, linear.bias) if out is None else out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return kernels.norm(x, weight, self._weights.eps)
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return kernels.add_norm(x, residual, weight, self._weights.eps)
+    def linear_add_norm(
+        self, x: torch.Tensor, linear: Linear, residual: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        parts = kernels.linear_parts(x, linear.weight) if linear.bias is None else None
+        return kernels.add_norm(self.linear(x, linear) if parts is None else parts, residual, weight, self._weights.eps)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return kernels.silu_and_mul(gate_up)
@@ -108,8 +114,51 @@ class CudaOps:
         return torch.empty(like.shape[0], self._width, dtype=like.dtype, device=like.device)
 
 
+@dataclass(slots=True)
+class NextDecode:
+    """A decode step that will come if every row of the one before goes on: planned, all but its token ids and the new
+    blocks filled in."""
+
+    size: int
+    context_lens: list[int]
+    tables: list[list[int]]  # of the step before
+    fresh: list[tuple[int, int]]  # rows that begin a block, and where in the list of all blocks it goes
+    num_blocks: int
+
+    @classmethod
+    def after(cls, meta: BatchMeta, size: int, block_size: int) -> Self:
+        fresh, end = [], 0
+        for row, (length, table) in enumerate(zip(meta.context_lens, meta.block_tables, strict=True)):
+            end += len(table)
+            if length % block_size == 0:
+                fresh.append((row, end))
+                end += 1
+        lens = [length + 1 for length in meta.context_lens]
+        return cls(size, lens, meta.block_tables, fresh, end + size - len(lens))
+
+    def is_met_by(self, meta: BatchMeta) -> bool:
+        if meta.context_lens != self.context_lens:
+            return False
+        fresh = {row for row, _ in self.fresh}
+        return all(
+            (new[:-1] if row in fresh else new) == old
+            for row, (new, old) in enumerate(zip(meta.block_tables, self.tables, strict=True))
+        )
+
+    def blocks(self) -> "array[int]":
+        """The list of all blocks, the null block where the new one is not known yet."""
+        fresh = {row for row, _ in self.fresh}
+        blocks = array("i")
+        for row, table in enumerate(self.tables):
+            blocks.fromlist(table)
+            if row in fresh:
+                blocks.append(0)
+        blocks.fromlist([0] * (self.size - len(self.tables)))
+        return blocks
+
+
 class DecodeGraph:
-    """One decode step of `size` rows: hidden states and logits of every row."""
+    """One decode step of as many rows as `inputs` has tokens: logits of every row."""
 
     def __init__(self, model: FusedModel, ops: CudaOps, attention: FlashInferAttention, inputs: StepInputs) -> None:
         self.size = inputs.token_ids.shape[0]
@@ -118,45 +167,42 @@ class DecodeGraph:
         self._attention = attention
         self._inputs = inputs
         self._graph = torch.cuda.CUDAGraph()
-        self.logits: torch.Tensor
+        self._logits: torch.Tensor
         self._wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper
 
-    def capture(self, pool: Any, stream: torch.cuda.Stream, blocks: torch.Tensor) -> None:
-        """`blocks` is memory for the block tables of all rows, shared by all decode graphs."""
-        numbers = torch.zeros(2 * self.size + 1, dtype=torch.int32, device=blocks.device)
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        numbers = torch.zeros(2 * self.size + 1, dtype=torch.int32, device=self._inputs.blocks.device)
         self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._attention.workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=numbers[: self.size + 1],
-            paged_kv_indices_buffer=blocks,
+            # Where the step's one copy puts them, so that planning need not move them once more.
+            paged_kv_indices_buffer=self._inputs.blocks,
             paged_kv_last_page_len_buffer=numbers[self.size + 1 :],
         )
-        nothing = BatchMeta([], [], [], [0], [], [], 0)
-        self._plan(nothing, torch.zeros(self.size, dtype=torch.int32, device=blocks.device))
+        self.plan([])
         self._ops.begin_step(self._inputs, self._attend)
         for _ in range(_WARM_UPS):
             self._step()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self.logits = self._step()
+            self._logits = self._step()
 
     def _step(self) -> torch.Tensor:
-        return self._model.logits(self._model.forward(self._inputs.token_ids))
+        residual, attended = self._model.forward(self._inputs.token_ids)
+        return self._model.finish(attended, residual)
 
     def _attend(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         self._wrapper.run(query, self._attention.layers[layer], out=out)
 
-    def _plan(self, meta: BatchMeta, blocks: torch.Tensor) -> None:
-        rows = len(meta.context_lens)
-        where = Rows.of(meta, 0, rows, self.size - rows, self._attention.spec.block_size)
-        self._attention.plan_decode(self._wrapper, where, blocks)
+    def plan(self, context_lens: list[int]) -> None:
+        rows = Rows.of(context_lens, self.size - len(context_lens), self._attention.spec.block_size)
+        self._attention.plan_decode(self._wrapper, rows, self._inputs.blocks[: int(rows.indptr[-1])])
 
-    def replay(self, meta: BatchMeta, blocks: torch.Tensor) -> torch.Tensor:
-        self._plan(meta, blocks)
-        self._attention.mark()
+    def replay(self) -> torch.Tensor:
         self._graph.replay()
-        return self.logits
+        return self._logits
 
 
 class PieceGraphs:
@@ -172,7 +218,7 @@ class PieceGraphs:
         self._inputs = inputs
         self._queries, self._attended = queries[:size], attended[:size]
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._hidden: torch.Tensor
+        self._residual: torch.Tensor
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         token_ids = self._inputs.token_ids
@@ -180,11 +226,11 @@ class PieceGraphs:
         self._ops.begin_step(self._inputs, lambda query, layer, out: None, self._queries)
         for _ in range(_WARM_UPS):
             residual, _ = self._model.enter(token_ids)
-            self._model.between(last, self._attended, residual)
-        residual, _ = self._record(pool, stream, lambda: self._model.enter(token_ids))
-        for index in range(last + 1):
-            piece = functools.partial(self._model.between, index, self._attended, residual)
-            self._hidden = self._record(pool, stream, piece)
+            if last:
+                self._model.between(0, self._attended, residual)
+        self._residual, _ = self._record(pool, stream, lambda: self._model.enter(token_ids))
+        for index in range(last):
+            self._record(pool, stream, functools.partial(self._model.between, index, self._attended, self._residual))
 
     def _record(self, pool: Any, stream: torch.cuda.Stream, piece: Callable[[], Any]) -> Any:
         graph = torch.cuda.CUDAGraph()
@@ -193,14 +239,13 @@ class PieceGraphs:
         self._graphs.append(graph)
         return result
 
-    def replay(self, attend: Attend) -> torch.Tensor:
-        """Hidden states; attention is planned."""
+    def replay(self, attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `FusedModel.forward`; attention is planned."""
         self._ops.begin_step(self._inputs, attend)
-        for index, graph in enumerate(self._graphs[:-1]):
+        for index, graph in enumerate(self._graphs):
             graph.replay()
             self._ops.attend_into(self._queries, index, self._attended)
-        self._graphs[-1].replay()
-        return self._hidden
+        return self._residual, self._attended
 
 
 class CudaForward:
@@ -212,42 +257,79 @@ class CudaForward:
         self._max_running = max_running
         self._decodes: dict[int, DecodeGraph] = {}
         self._pieces: dict[int, PieceGraphs] = {}
+        self._next: NextDecode | None = None
+        self._max_len = 0
 
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         self._attention.wait()
-        logits = self._decode(meta, keep)
-        if logits is None:
-            hidden, kept = self._hidden(meta, keep)
-            logits = self._model.logits(hidden.index_select(0, kept)) if keep else None
+        size = _bucket(self._decodes, len(meta.token_ids)) if len(meta.token_ids) == meta.num_decode else 0
+        if size and len(keep) == meta.num_decode:
+            return self._decode(meta, size)
+        self._next = None
+        return self._other(meta, keep)
+
+    # -- decode -------------------------------------------------------------------------------------------------------
+
+    def _decode(self, meta: BatchMeta, size: int) -> torch.Tensor:
+        graph, rows = self._decodes[size], len(meta.token_ids)
+        if self._next is not None and self._next.is_met_by(meta):
+            num_blocks = self._next.num_blocks
+            self._complete(self._next, meta)
+        else:
+            blocks = block_list(meta, padding=size - rows)
+            num_blocks = len(blocks)
+            self._fixed.fill(meta, size, [], blocks)
+            graph.plan(meta.context_lens)
+        self._fixed.send(size, num_blocks)
+        self._attention.mark()
+        logits = graph.replay()
+        self._foresee(meta, size)
+        return logits[:rows]
+
+    def _complete(self, following: NextDecode, meta: BatchMeta) -> None:
+        numbers, size, rows = self._fixed.numbers, following.size, len(meta.token_ids)
+        numbers[:rows] = meta.token_ids
+        numbers[2 * size : 2 * size + rows] = meta.slot_mapping
+        blocks = self._fixed.capacity(size, 0)
+        for row, at in following.fresh:
+            numbers[blocks + at] = meta.block_tables[row][-1]
+
+    def _foresee(self, meta: BatchMeta, size: int) -> None:
+        """Plans the step that will most likely follow, while the device computes this one. What planning sends to the
+        device goes there after this step, in the order of the stream."""
+        self._next = following = NextDecode.after(meta, size, self._attention.spec.block_size)
+        blocks = following.blocks()
+        if following.context_lens[0] > self._max_len or not self._fixed.holds(size, len(blocks)):
+            self._next = None
+            return
+        self._attention.wait()
+        self._fixed.fill(replace(meta, positions=meta.context_lens), size, [], blocks)
+        self._decodes[size].plan(following.context_lens)
+        self._attention.mark()
+
+    # -- any other step -----------------------------------------------------------------------------------------------
+
+    def _other(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
+        blocks = block_list(meta)
+        size, buffer = _bucket(self._pieces, len(meta.token_ids)), self._fixed
+        pieces = self._pieces.get(size) if buffer.holds(size, len(blocks)) else None
+        if pieces is None:
+            size, buffer = padded(len(meta.token_ids)), self._attention.buffer
+        buffer.fill(meta, size, keep, blocks)
+        buffer.send(size, len(blocks))
+        inputs = buffer.inputs(size)
+        self._attention.plan_rows(meta, inputs.blocks, inputs.slots)
+        self._attention.mark()
+        if pieces is not None:
+            residual, attended = pieces.replay(self._attention.attend)
+        else:
+            self._ops.begin_step(inputs, self._attention.attend)
+            residual, attended = self._model.forward(inputs.token_ids)
         if not keep:
             torch.cuda.synchronize(self._fixed.data.device)
-        return logits
-
-    def _decode(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
-        """None when no whole graph fits this step."""
-        tokens = len(meta.token_ids)
-        size = _bucket(self._decodes, tokens) if tokens == meta.num_decode else 0
-        if not size or not keep:
             return None
-        kept, blocks = self._fixed.fill(meta, size, keep, block_list(meta, padding=size - tokens))
-        logits = self._decodes[size].replay(meta, blocks)
-        return logits[:tokens] if len(keep) == tokens else logits.index_select(0, kept)
-
-    def _hidden(self, meta: BatchMeta, keep: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states, `keep` on the device)"""
-        blocks = block_list(meta)
-        size = _bucket(self._pieces, len(meta.token_ids))
-        buffer = self._fixed
-        if not size or not buffer.holds(size, keep, len(blocks)):
-            size, buffer = padded(len(meta.token_ids)), self._attention.buffer
-        kept, block_tables = buffer.fill(meta, size, keep, blocks)
-        inputs = buffer.inputs(size)
-        self._attention.plan_rows(meta, block_tables, inputs.slots)
-        self._attention.mark()
-        if buffer is self._fixed and size in self._pieces:
-            return self._pieces[size].replay(self._attention.attend), kept
-        self._ops.begin_step(inputs, self._attention.attend)
-        return self._model.forward(inputs.token_ids), kept
+        kept = inputs.keep[: len(keep)]
+        return self._model.finish(attended.index_select(0, kept), residual.index_select(0, kept))
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
@@ -258,8 +340,8 @@ class CudaForward:
         decodes, pieces = decode_buckets(self._max_running), list(_PIECE_TOKENS)
         blocks = decodes[-1] * self._attention.spec.num_blocks_for(max_len)
         # Graphs keep addresses, so their buffer is as large as it will ever have to be.
-        self._fixed = StepBuffer(device, 3 * max(pieces[-1], decodes[-1]) + decodes[-1] + blocks)
-        tables = torch.zeros(blocks, dtype=torch.int32, device=device)
+        self._fixed = StepBuffer(device, StepBuffer.capacity(max(pieces[-1], decodes[-1]), blocks))
+        self._max_len = max_len
         between = self._ops.piece_buffers(pieces[-1])
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         for done, size in enumerate(sorted(pieces, reverse=True)):
@@ -270,7 +352,7 @@ class CudaForward:
         for done, size in enumerate(sorted(decodes, reverse=True), len(pieces)):
             progress(f"graphs: decode of {size}", done / (len(pieces) + len(decodes)))
             decode = DecodeGraph(self._model, self._ops, self._attention, self._fixed.inputs(size))
-            decode.capture(pool, stream, tables)
+            decode.capture(pool, stream)
             self._decodes[size] = decode
         torch.cuda.synchronize(device)
         logger.info(

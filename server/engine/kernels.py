@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _add_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, rows, size, eps, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     mask = at < size
     x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * rows * size + row + at, mask=mask, other=0.0)
+    x = x.to(out_ptr.dtype.element_ty)
     if ADD:
         residual = tl.load(residual_ptr + row + at, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -27,20 +32,23 @@ def _add_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, ADD: t
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _norm(x, x, weight, eps, False)
+    return _norm(x.unsqueeze(0), x, weight, eps, False)
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x to `residual` in place; the norm of the sum."""
-    return _norm(x, residual, weight, eps, True)
+    """Adds x to `residual` in place; the norm of the sum. x is [rows, size], or the [parts, rows, size] of
+    `linear_parts`."""
+    return _norm(x if x.dim() == 3 else x.unsqueeze(0), residual, weight, eps, True)
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add: bool) -> torch.Tensor:
-    rows, size = x.shape
-    out = torch.empty_like(x)
+    parts, rows, size = x.shape
+    out = torch.empty_like(residual)
     block = triton.next_power_of_2(size)
     warps = min(16, max(1, block // 512))
-    _add_norm_kernel[(rows,)](x, residual, weight, out, size, eps, ADD=add, BLOCK=block, num_warps=warps)
+    _add_norm_kernel[(rows,)](
+        x, residual, weight, out, rows, size, eps, PARTS=parts, ADD=add, BLOCK=block, num_warps=warps
+    )
     return out
 
 
@@ -173,3 +181,78 @@ def write_kv(
         k.stride(0), k.stride(1),
         DIM=head_dim, BLOCK_DIM=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, num_warps=1,
     )  # fmt: skip
+
+
+# -- products with few rows ---------------------------------------------------------------------------------------------
+#
+# A decode step reads every weight once for a few rows; cuBLAS leaves 5 to 40 % of the bandwidth unused there (measured
+# on an H200: docs/benchmarks.md). Weights are loaded with evict_first: nothing reads them again in this step.
+
+_PARTS = 4
+MAX_PART_ROWS = 16
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, size_in, BIAS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr
+):  # fmt: skip
+    at_out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    at_in = tl.arange(0, BLOCK_IN)
+    weights = weight_ptr + at_out[:, None].to(tl.int64) * size_in + at_in[None, :]
+    sums = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
+    for start in range(0, size_in, BLOCK_IN):
+        weight = tl.load(weights + start, eviction_policy="evict_first").to(tl.float32)
+        sums += weight * tl.load(x_ptr + start + at_in).to(tl.float32)[None, :]
+    result = tl.sum(sums, 1)
+    if BIAS:
+        result += tl.load(bias_ptr + at_out).to(tl.float32)
+    tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty))
+
+
+def linear_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """[1, in] x [out, in]; None for a shape it is not made for."""
+    size_out, size_in = weight.shape
+    block_out, block_in = (16, 256) if size_out >= 16384 else (8, 512)
+    if x.shape[0] != 1 or size_out % block_out or size_in % block_in:
+        return None
+    out = torch.empty(1, size_out, dtype=x.dtype, device=x.device)
+    _one_row_kernel[(size_out // block_out,)](
+        x, weight, x if bias is None else bias, out, size_in,
+        BIAS=bias is not None, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _parts_kernel(
+    x_ptr, weight_ptr, out_ptr, rows, size_out, size_in, part_in,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """Weights are the left operand: their rows fill the matrix unit's 64, the few rows of x are its columns."""
+    at_out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    part = tl.program_id(1)
+    row = tl.arange(0, BLOCK_ROWS)
+    at_in = part * part_in + tl.arange(0, BLOCK_IN)
+    mask = row[None, :] < rows
+    weights = weight_ptr + at_out[:, None].to(tl.int64) * size_in + at_in[None, :]
+    columns = x_ptr + row[None, :] * size_in + at_in[:, None]
+    sums = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    for start in range(0, part_in, BLOCK_IN):
+        weight = tl.load(weights + start, eviction_policy="evict_first")
+        sums = tl.dot(weight, tl.load(columns + start, mask=mask, other=0.0), sums)
+    tl.store(out_ptr + (part * rows + row[None, :]) * size_out + at_out[:, None], sums, mask=mask)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """[rows, in] x [out, in] in float32 parts [parts, rows, out] that `add_norm` sums: with a few output columns only,
+    one pass over `in` does not fill the device. None for a shape it is not made for."""
+    rows, (size_out, size_in) = x.shape[0], weight.shape
+    block_out, block_in = 64, 128
+    if rows > MAX_PART_ROWS or size_out % block_out or size_in % (_PARTS * block_in):
+        return None
+    out = torch.empty(_PARTS, rows, size_out, dtype=torch.float32, device=x.device)
+    _parts_kernel[(size_out // block_out, _PARTS)](
+        x, weight, out, rows, size_out, size_in, size_in // _PARTS,
+        BLOCK_ROWS=MAX_PART_ROWS, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_stages=4, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -35,7 +35,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE, use_sliding_window=False),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),  # through AttentionInterface
 }
-LENGTHS = [1500, 260, 40, 17, 9]
+LENGTHS = [1500, 260, 60, 40, 30]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -86,8 +86,8 @@ def steps(seqs: list[Sequence]) -> list[list[Slice]]:
         [(two, 200), (three, 10), (four, 11)],
         [(one, 100), (two, 1), (three, 7), (four, 1), (five, 3)],
     ]
-    plan += [[(one, 1), (two, 1), (three, 1), (four, 1), (five, 1)]] * 2
-    plan += [[(one, 1), (two, 1), (three, 1), (five, 1)], [(five, 1)], [(two, 1)] * 1, [(one, 33), (three, 5)]]
+    plan += [[(one, 1), (two, 1), (three, 1), (four, 1), (five, 1)]] * 8  # over the ends of blocks
+    plan += [[(one, 1), (two, 1), (three, 1), (five, 1)], [(five, 1)], [(two, 1)], [(one, 33), (three, 5)]]
     result = []
     for step in plan:
         result.append([Slice(seq, seq.num_computed, count) for seq, count in step])

@@ -37,7 +37,7 @@ def test_norms(size: int) -> None:
     torch.testing.assert_close(kernels.norm(x, weight, EPS), ops.norm(x, weight), rtol=1e-4, atol=1e-5)
     mine, theirs = residual.clone(), residual.clone()
     normed = kernels.add_norm(x, mine, weight, EPS)
-    torch.testing.assert_close(normed, ops.add_norm(x, theirs, weight), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(normed, ops.norm(theirs.add_(x), weight), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(mine, theirs)
 
 
@@ -81,3 +81,27 @@ def test_write_kv_takes_any_strides() -> None:
     pool_k, pool_v = pool.layer(1)
     torch.testing.assert_close(pool_k[slots // 16, :, slots % 16], key.transpose(0, 1))
     torch.testing.assert_close(pool_v[slots // 16, :, slots % 16], value.transpose(0, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_linear_in_parts_goes_into_the_norm(rows: int) -> None:
+    x, weight, residual, scale = random(rows, 1024), random(128, 1024), random(rows, 128), random(128)
+    parts = kernels.linear_parts(x, weight)
+    assert parts is not None
+    expected = residual + x @ weight.T
+    normed = kernels.add_norm(parts, residual, scale, EPS)
+    torch.testing.assert_close(residual, expected, rtol=1e-2, atol=0.1)  # tf32
+    torch.testing.assert_close(normed, torch_ops(64).norm(residual, scale), rtol=1e-4, atol=1e-5)
+    assert kernels.linear_parts(random(17, 1024), weight) is None
+    assert kernels.linear_parts(x[:, :600], weight[:, :600]) is None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("size_out", "size_in"), [(40, 1024), (16384, 256)])
+def test_linear_of_one_row(size_out: int, size_in: int, biased: bool) -> None:
+    x, weight, bias = random(1, size_in), random(size_out, size_in), random(size_out) if biased else None
+    out = kernels.linear_one_row(x, weight, bias)
+    assert out is not None
+    torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias), rtol=1e-3, atol=1e-3)
+    assert kernels.linear_one_row(random(2, size_in), weight, bias) is None
+    assert kernels.linear_one_row(x[:, :100], weight[:, :100], bias) is None
