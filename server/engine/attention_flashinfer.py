@@ -1,11 +1,12 @@
-"""Paged attention by FlashInfer, on the strided per-layer views of the block-major pool.
+"""Paged attention on CUDA, on the strided per-layer views of the block-major pool.
 
-One wrapper takes the decode rows of a step, another its prompt rows (fa3 on Hopper); `plan` is called once a step,
-`run` or `attend` once a layer. Index arrays reach the device in one pinned copy (`StepBuffer`).
+FlashInfer takes the prompt rows of a step (fa3 on Hopper), `attention_decode` the decode rows; `plan` is called once a
+step, `run` or `attend` once a layer. What they need to know reaches the device in one pinned copy (`StepBuffer`).
 
 Imported on CUDA only.
 """
 
+import itertools
 from array import array
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 
 from server.engine import kernels
 from server.engine.attention import BatchMeta
+from server.engine.attention_decode import attend_decode
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.errors import ModelError
 
@@ -27,10 +29,11 @@ class StepBuffer:
     """What a step needs on the device, as int32 in pinned memory, and one copy of it.
 
     In this order, `size` numbers each, zeros where a step has fewer: token ids, positions, slots, tokens whose logits
-    are wanted; then the blocks of all rows. So padding is token 0 at position 0, written to the null block.
+    are wanted, where each row's blocks begin; then the blocks of all rows. So padding is token 0 at position 0, written
+    to the null block.
     """
 
-    _SECTIONS = 4
+    _SECTIONS = 5
 
     def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
         self._device = device
@@ -58,7 +61,8 @@ class StepBuffer:
         """The copy of the step before must be done (`FlashInferAttention.wait`)."""
         if not self.holds(size, len(blocks)):
             self._reserve(2 * self.capacity(size, len(blocks)))
-        for i, values in enumerate((meta.token_ids, meta.positions, meta.slot_mapping, keep)):
+        starts = [0, *itertools.accumulate(map(len, meta.block_tables))][:-1]
+        for i, values in enumerate((meta.token_ids, meta.positions, meta.slot_mapping, keep, starts)):
             self.numbers[i * size : i * size + len(values)] = array("i", values)
             self.numbers[i * size + len(values) : (i + 1) * size] = 0
         start = self._SECTIONS * size
@@ -75,6 +79,7 @@ class StepInputs:
     positions: torch.Tensor
     slots: torch.Tensor
     keep: torch.Tensor
+    starts: torch.Tensor
     blocks: torch.Tensor
 
 
@@ -91,20 +96,18 @@ class Rows:
     last_page_len: torch.Tensor
 
     @classmethod
-    def of(cls, context_lens: list[int], padding: int, block_size: int) -> "Rows":
-        """Rows of these lengths, then `padding` rows of one token in one block."""
-        lens = np.array(context_lens + [1] * padding, dtype=np.int32)
+    def of(cls, context_lens: list[int], block_size: int) -> "Rows":
+        lens = np.array(context_lens, dtype=np.int32)
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
         np.cumsum((lens - 1) // block_size + 1, out=indptr[1:])
         return cls(torch.from_numpy(indptr), torch.from_numpy((lens - 1) % block_size + 1))
 
 
-def block_list(meta: BatchMeta, padding: int = 0) -> "array[int]":
-    """The block tables of all rows one after another, and the null block for each padding row."""
+def block_list(meta: BatchMeta) -> "array[int]":
+    """The block tables of all rows one after another."""
     blocks = array("i")
     for table in meta.block_tables:
         blocks.fromlist(table)
-    blocks.fromlist([0] * padding)
     return blocks
 
 
@@ -121,27 +124,24 @@ class FlashInferAttention:
         self.scaling = spec.head_dim**-0.5
         self._device = pool.data.device
         self.buffer = StepBuffer(self._device)
-        self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         hopper = torch.cuda.get_device_capability(self._device)[0] == 9
         self._prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace, "HND", backend="fa3" if hopper else "fa2"
+            workspace, "HND", backend="fa3" if hopper else "fa2"
         )
-        self._decodes = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "HND", use_tensor_cores=True)
         self._planned = torch.cuda.Event()
         self._meta: BatchMeta | None = None
-        self._blocks: torch.Tensor
-        self._slots: torch.Tensor
+        self._inputs: StepInputs
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def plan(self, meta: BatchMeta) -> None:
         """For a step whose inputs nobody has put on the device yet."""
-        tokens, size, blocks = len(meta.token_ids), padded(len(meta.token_ids)), block_list(meta)
+        size, blocks = padded(len(meta.token_ids)), block_list(meta)
         self.wait()
         self.buffer.fill(meta, size, [], blocks)
         self.buffer.send(size, len(blocks))
-        inputs = self.buffer.inputs(size)
-        self.plan_rows(meta, inputs.blocks, inputs.slots[:tokens])
+        self.plan_rows(meta, self.buffer.inputs(size))
         self.mark()
 
     def wait(self) -> None:
@@ -151,32 +151,19 @@ class FlashInferAttention:
     def mark(self) -> None:
         self._planned.record()
 
-    def plan_rows(self, meta: BatchMeta, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """`blocks` (at least those of all rows) and `slots` are on the device."""
-        self._meta, self._blocks, self._slots = meta, blocks, slots
-        num_decode, block_size = meta.num_decode, self.spec.block_size
-        decodes = Rows.of(meta.context_lens[:num_decode], 0, block_size)
-        num_decode_blocks = int(decodes.indptr[-1])
-        if num_decode:
-            self.plan_decode(self._decodes, decodes, blocks[:num_decode_blocks])
-        if len(meta.context_lens) > num_decode:
-            where = Rows.of(meta.context_lens[num_decode:], 0, block_size)
-            prompt_blocks = blocks[num_decode_blocks : num_decode_blocks + int(where.indptr[-1])]
-            starts = torch.tensor(meta.query_starts[num_decode:], dtype=torch.int32) - num_decode
-            self._prompts.plan(
-                starts, where.indptr, prompt_blocks, where.last_page_len,
-                self.num_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.block_size,
-                causal=True, sm_scale=self.scaling, window_left=self._window_left,
-                q_data_type=self.spec.dtype, kv_data_type=self.spec.dtype,
-            )  # fmt: skip
-
-    def plan_decode(
-        self, wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper, rows: Rows, blocks: torch.Tensor
-    ) -> None:
-        wrapper.plan(
-            rows.indptr, blocks, rows.last_page_len,
+    def plan_rows(self, meta: BatchMeta, inputs: StepInputs) -> None:
+        """`inputs` hold the step, or will once the stream has come that far."""
+        self._meta, self._inputs = meta, inputs
+        num_decode = meta.num_decode
+        if len(meta.context_lens) == num_decode:
+            return
+        where = Rows.of(meta.context_lens[num_decode:], self.spec.block_size)
+        skipped = sum(map(len, meta.block_tables[:num_decode]))
+        starts = torch.tensor(meta.query_starts[num_decode:], dtype=torch.int32) - num_decode
+        self._prompts.plan(
+            starts, where.indptr, inputs.blocks[skipped : skipped + int(where.indptr[-1])], where.last_page_len,
             self.num_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.block_size,
-            sm_scale=self.scaling, window_left=self._window_left,
+            causal=True, sm_scale=self.scaling, window_left=self._window_left,
             q_data_type=self.spec.dtype, kv_data_type=self.spec.dtype,
         )  # fmt: skip
 
@@ -193,11 +180,18 @@ class FlashInferAttention:
         assert meta is not None
         num_decode, used = meta.num_decode, len(meta.token_ids)
         if num_decode:
-            self._decodes.run(query[:num_decode], self.layers[layer], out=out[:num_decode])
+            self.decode(query[:num_decode], layer, self._inputs, out[:num_decode])
         if used > num_decode:
             self._prompts.run(query[num_decode:used], self.layers[layer], out=out[num_decode:used])
         if used < out.shape[0]:
             out[used:].zero_()  # a NaN there would reach the null block
+
+    def decode(self, query: torch.Tensor, layer: int, inputs: StepInputs, out: torch.Tensor) -> None:
+        """`attend` for rows of one token."""
+        attend_decode(
+            query, self.layers[layer], inputs.positions, inputs.starts, inputs.blocks,
+            self.scaling, self.spec.sliding_window, out,
+        )  # fmt: skip
 
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
@@ -205,8 +199,8 @@ class FlashInferAttention:
         if scaling != self.scaling:  # known only now; the same in all layers and steps of a model
             assert self._meta is not None
             self.scaling = scaling
-            self.plan_rows(self._meta, self._blocks, self._slots)
-        kernels.write_kv(key[0], value[0], self._slots, self.layers[layer])
+            self.plan_rows(self._meta, self._inputs)
+        kernels.write_kv(key[0], value[0], self._inputs.slots[: key.shape[2]], self.layers[layer])
         q = query[0].transpose(0, 1).contiguous()
         out = torch.empty_like(q)
         self.attend(q, layer, out)

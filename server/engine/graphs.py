@@ -12,18 +12,16 @@
 import functools
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import flashinfer
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from server.engine import kernels
 from server.engine.attention import BatchMeta
-from server.engine.attention_flashinfer import FlashInferAttention, Rows, StepBuffer, StepInputs, block_list, padded
+from server.engine.attention_flashinfer import FlashInferAttention, StepBuffer, StepInputs, block_list, padded
 from server.engine.forward import Forward, TransformersForward
 from server.engine.fused import FusedModel, FusedWeights, Layer, Linear
 from server.engine.kv_cache import KVCachePool
@@ -116,45 +114,31 @@ class CudaOps:
 
 @dataclass(slots=True)
 class NextDecode:
-    """A decode step that will come if every row of the one before goes on: planned, all but its token ids and the new
-    blocks filled in."""
+    """The decode step that comes if every row of the one before goes on, and no other; its buffer is filled but for the
+    token ids and the blocks that begin."""
 
     size: int
     context_lens: list[int]
-    tables: list[list[int]]  # of the step before
-    fresh: list[tuple[int, int]]  # rows that begin a block, and where in the list of all blocks it goes
-    num_blocks: int
+    tables: list[list[int]]  # with block 0 for one that is not known yet
+    fresh: list[tuple[int, int]]  # rows that begin a block, and where it goes in the list of all blocks
 
     @classmethod
     def after(cls, meta: BatchMeta, size: int, block_size: int) -> Self:
-        fresh, end = [], 0
+        tables, fresh, end = [], [], 0
         for row, (length, table) in enumerate(zip(meta.context_lens, meta.block_tables, strict=True)):
-            end += len(table)
             if length % block_size == 0:
-                fresh.append((row, end))
-                end += 1
-        lens = [length + 1 for length in meta.context_lens]
-        return cls(size, lens, meta.block_tables, fresh, end + size - len(lens))
+                fresh.append((row, end + len(table)))
+                table = [*table, 0]
+            tables.append(table)
+            end += len(table)
+        return cls(size, [length + 1 for length in meta.context_lens], tables, fresh)
 
     def is_met_by(self, meta: BatchMeta) -> bool:
         if meta.context_lens != self.context_lens:
             return False
-        fresh = {row for row, _ in self.fresh}
-        return all(
-            (new[:-1] if row in fresh else new) == old
-            for row, (new, old) in enumerate(zip(meta.block_tables, self.tables, strict=True))
-        )
-
-    def blocks(self) -> "array[int]":
-        """The list of all blocks, the null block where the new one is not known yet."""
-        fresh = {row for row, _ in self.fresh}
-        blocks = array("i")
-        for row, table in enumerate(self.tables):
-            blocks.fromlist(table)
-            if row in fresh:
-                blocks.append(0)
-        blocks.fromlist([0] * (self.size - len(self.tables)))
-        return blocks
+        for row, _ in self.fresh:
+            self.tables[row][-1] = meta.block_tables[row][-1]
+        return self.tables == meta.block_tables
 
 
 class DecodeGraph:
@@ -168,21 +152,8 @@ class DecodeGraph:
         self._inputs = inputs
         self._graph = torch.cuda.CUDAGraph()
         self._logits: torch.Tensor
-        self._wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        numbers = torch.zeros(2 * self.size + 1, dtype=torch.int32, device=self._inputs.blocks.device)
-        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._attention.workspace,
-            "HND",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=numbers[: self.size + 1],
-            # Where the step's one copy puts them, so that planning need not move them once more.
-            paged_kv_indices_buffer=self._inputs.blocks,
-            paged_kv_last_page_len_buffer=numbers[self.size + 1 :],
-        )
-        self.plan([])
         self._ops.begin_step(self._inputs, self._attend)
         for _ in range(_WARM_UPS):
             self._step()
@@ -194,11 +165,7 @@ class DecodeGraph:
         return self._model.finish(attended, residual)
 
     def _attend(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        self._wrapper.run(query, self._attention.layers[layer], out=out)
-
-    def plan(self, context_lens: list[int]) -> None:
-        rows = Rows.of(context_lens, self.size - len(context_lens), self._attention.spec.block_size)
-        self._attention.plan_decode(self._wrapper, rows, self._inputs.blocks[: int(rows.indptr[-1])])
+        self._attention.decode(query, layer, self._inputs, out)
 
     def replay(self) -> torch.Tensor:
         self._graph.replay()
@@ -258,7 +225,6 @@ class CudaForward:
         self._decodes: dict[int, DecodeGraph] = {}
         self._pieces: dict[int, PieceGraphs] = {}
         self._next: NextDecode | None = None
-        self._max_len = 0
 
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         self._attention.wait()
@@ -271,20 +237,16 @@ class CudaForward:
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self, meta: BatchMeta, size: int) -> torch.Tensor:
-        graph, rows = self._decodes[size], len(meta.token_ids)
-        if self._next is not None and self._next.is_met_by(meta):
-            num_blocks = self._next.num_blocks
-            self._complete(self._next, meta)
+        following = self._next
+        if following is not None and following.is_met_by(meta):
+            self._complete(following, meta)
         else:
-            blocks = block_list(meta, padding=size - rows)
-            num_blocks = len(blocks)
-            self._fixed.fill(meta, size, [], blocks)
-            graph.plan(meta.context_lens)
-        self._fixed.send(size, num_blocks)
+            self._fixed.fill(meta, size, [], block_list(meta))
+        self._fixed.send(size, sum(map(len, meta.block_tables)))
         self._attention.mark()
-        logits = graph.replay()
+        logits = self._decodes[size].replay()
         self._foresee(meta, size)
-        return logits[:rows]
+        return logits[: len(meta.token_ids)]
 
     def _complete(self, following: NextDecode, meta: BatchMeta) -> None:
         numbers, size, rows = self._fixed.numbers, following.size, len(meta.token_ids)
@@ -295,17 +257,14 @@ class CudaForward:
             numbers[blocks + at] = meta.block_tables[row][-1]
 
     def _foresee(self, meta: BatchMeta, size: int) -> None:
-        """Plans the step that will most likely follow, while the device computes this one. What planning sends to the
-        device goes there after this step, in the order of the stream."""
-        self._next = following = NextDecode.after(meta, size, self._attention.spec.block_size)
-        blocks = following.blocks()
-        if following.context_lens[0] > self._max_len or not self._fixed.holds(size, len(blocks)):
-            self._next = None
-            return
-        self._attention.wait()
-        self._fixed.fill(replace(meta, positions=meta.context_lens), size, [], blocks)
-        self._decodes[size].plan(following.context_lens)
-        self._attention.mark()
+        """Fills the buffer for the step that will most likely follow, while the device computes this one."""
+        following = NextDecode.after(meta, size, self._attention.spec.block_size)
+        ahead = replace(meta, positions=meta.context_lens, block_tables=following.tables)
+        blocks = block_list(ahead)
+        self._next = following if self._fixed.holds(size, len(blocks)) else None
+        if self._next is not None:
+            self._attention.wait()
+            self._fixed.fill(ahead, size, [], blocks)
 
     # -- any other step -----------------------------------------------------------------------------------------------
 
@@ -318,7 +277,7 @@ class CudaForward:
         buffer.fill(meta, size, keep, blocks)
         buffer.send(size, len(blocks))
         inputs = buffer.inputs(size)
-        self._attention.plan_rows(meta, inputs.blocks, inputs.slots)
+        self._attention.plan_rows(meta, inputs)
         self._attention.mark()
         if pieces is not None:
             residual, attended = pieces.replay(self._attention.attend)
@@ -341,7 +300,6 @@ class CudaForward:
         blocks = decodes[-1] * self._attention.spec.num_blocks_for(max_len)
         # Graphs keep addresses, so their buffer is as large as it will ever have to be.
         self._fixed = StepBuffer(device, StepBuffer.capacity(max(pieces[-1], decodes[-1]), blocks))
-        self._max_len = max_len
         between = self._ops.piece_buffers(pieces[-1])
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         for done, size in enumerate(sorted(pieces, reverse=True)):
