@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Paged attention of decode rows, in Triton: one query token a row over its blocks.
 
 A program takes one row and one KV head, and of its context a share (split) where that fills the device or keeps a long
@@ -19,7 +20,7 @@ def _splits(rows: int) -> tuple[int, int]:
     """(most shares of a row, least tokens of a share): many where rows are few, else only for long contexts."""
     if rows <= 8:
         return 32, _TILE
-    return 8, 256 if rows <= 32 else 512
+    return (8, 256) if rows <= 32 else (4, 4096)
 
 
 @triton.jit
@@ -29,7 +30,8 @@ def _range(length, split, window: tl.constexpr, splits: tl.constexpr, least: tl.
     if window > 0:
         low = tl.maximum(length - window, 0)
     base = low // tile * tile
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - base, splits), tile) * tile, least)
+    shares = tl.minimum(tl.maximum((length - base) // least, 1), splits)
+    share = tl.cdiv(tl.cdiv(length - base, shares), tile) * tile
     start = base + split * share
     return low, start, tl.minimum(start + share, length), tl.cdiv(length - base, share)
 

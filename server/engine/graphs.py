@@ -9,10 +9,11 @@
 `prepare` records them all, the largest first, in one memory pool. Before it, every step runs launch by launch.
 """
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -310,7 +311,8 @@ class CudaForward:
         for done, size in enumerate(sorted(decodes, reverse=True), len(pieces)):
             progress(f"graphs: decode of {size}", done / (len(pieces) + len(decodes)))
             decode = DecodeGraph(self._model, self._ops, self._attention, self._fixed.inputs(size))
-            decode.capture(pool, stream)
+            with _blas("cublaslt"):
+                decode.capture(pool, stream)
             self._decodes[size] = decode
         torch.cuda.synchronize(device)
         logger.info(
@@ -318,6 +320,17 @@ class CudaForward:
             ", ".join(map(str, decodes)), pieces[-1], time.perf_counter() - started,
             (free - torch.cuda.mem_get_info(device)[0]) >> 20,
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _blas(library: str) -> Iterator[None]:
+    """cublasLt's choice for a product of 64 rows is up to 10 % faster than cuBLAS's, for fewer rows the same."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def _bucket(graphs: dict[int, Any], size: int) -> int:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Triton kernels of the CUDA path: what stands between two matrix products or before attention, each one pass.
 
 Imported on CUDA only. Results are rounded where transformers' modules round, so that bfloat16 logits stay as close as
