@@ -10,8 +10,8 @@ import torch
 from server.engine.attention import BatchMeta
 from server.engine.kv_cache import KVCachePool
 
-_GATHER_BYTES = 32 * 2**20  # of K, and again of V, for one group of decode rows
-_TILE_SCORES = 512 * 1024  # float32 scores of one tile of prompt queries
+_GATHER_BYTES = 8 * 2**20  # of K, and again of V, for one group of decode rows
+_TILE_SCORES = 128 * 1024  # float32 scores of one tile of prompt queries: half a core's L2
 _MIN_TILE = 16
 _PADDING = 1.5  # a group pads its rows to at most this many times their own length
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from server.engine.kv_cache import KVCachePool
 from server.sequence import Batch, SeqId, Sequence, Token
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class SchedulerLike(Protocol):
 
 class RunnerLike(Protocol):
     """What the engine uses of the ModelRunner."""
+
+    pool: KVCachePool
 
     def execute(self, batch: Batch) -> list[Token | None]: ...
 
@@ -84,6 +87,10 @@ class Engine:
         self.times = StepTimes()
         self._clock = clock
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
+
+    @property
+    def pool(self) -> KVCachePool:
+        return self.runner.pool
 
     def step(self) -> StepResult | None:
         """One step; None when there is nothing to compute."""

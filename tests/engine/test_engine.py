@@ -7,6 +7,7 @@ import pytest
 
 from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine, StepTimes
+from server.engine.kv_cache import KVCachePool
 from server.engine.scheduler import Limits, Scheduler
 from server.sequence import Batch, SeqState, Token
 from tests.engine.models import make_sequence
@@ -14,6 +15,8 @@ from tests.engine.models import make_sequence
 
 class FakeRunner:
     """Samples token 7; `during` is called in the middle of each execute."""
+
+    pool: KVCachePool
 
     def __init__(self) -> None:
         self.during: Any = lambda batch: None

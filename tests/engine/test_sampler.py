@@ -208,7 +208,11 @@ def test_min_tokens_holds_back_stops_until_reached() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
 def test_ids_outside_the_vocabulary_harm_nobody(temperature: float) -> None:
-    odd: dict[str, Any] = {"logit_bias": {VOCAB + 5: 9.0, -1: 9.0}, "allowed_token_ids": (VOCAB,), "stop_token_ids": (10**9,)}
+    odd: dict[str, Any] = {
+        "logit_bias": {VOCAB + 5: 9.0, -1: 9.0},
+        "allowed_token_ids": (VOCAB,),
+        "stop_token_ids": (10**9,),
+    }
     seqs = [make_seq(0, temperature=temperature, min_tokens=9, **odd), make_seq(1)]
     tokens = Sampler().sample(random_logits(2), seqs)
     assert all(0 <= t.id < VOCAB for t in tokens)
