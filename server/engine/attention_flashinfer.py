@@ -54,8 +54,9 @@ class StepBuffer:
     def inputs(self, size: int) -> "StepInputs":
         """The views that `fill` with this size writes; at the same addresses until a step comes that it does not
         hold."""
-        sections = (self.data[i * size : (i + 1) * size] for i in range(self._SECTIONS))
-        return StepInputs(*sections, self.data[self._SECTIONS * size :])
+        end = self._SECTIONS * size
+        token_ids, positions, slots, keep, starts = self.data[:end].view(self._SECTIONS, size)
+        return StepInputs(token_ids, positions, slots, keep, starts, self.data[end:])
 
     def fill(self, meta: BatchMeta, size: int, keep: list[int], blocks: "array[int]") -> None:
         """The copy of the step before must be done (`FlashInferAttention.wait`)."""
@@ -129,7 +130,7 @@ class FlashInferAttention:
         self._prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "HND", backend="fa3" if hopper else "fa2"
         )
-        self._planned = torch.cuda.Event()
+        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._meta: BatchMeta | None = None
         self._inputs: StepInputs
 

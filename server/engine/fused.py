@@ -120,10 +120,10 @@ def _merge(modules: list[Any]) -> Linear:
     weight = torch.cat([m.weight for m in modules])
     bias = None if modules[0].bias is None else torch.cat([m.bias for m in modules])
     sizes = [m.weight.shape[0] for m in modules]
-    for module, part in zip(modules, weight.split(sizes), strict=True):
+    for module, part in zip(modules, torch.split(weight, sizes), strict=True):
         module.weight.data = part
     if bias is not None:
-        for module, part in zip(modules, bias.split(sizes), strict=True):
+        for module, part in zip(modules, torch.split(bias, sizes), strict=True):
             module.bias.data = part
     return Linear(weight, bias)
 
@@ -254,5 +254,5 @@ class TorchOps:
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         sizes = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
-        q, k, v = qkv.transpose(0, 1).unsqueeze(0).split(sizes, 1)  # [1, heads, tokens, head_dim]
+        q, k, v = torch.split(qkv.transpose(0, 1).unsqueeze(0), sizes, 1)  # [1, heads, tokens, head_dim]
         return self._attention.run(q, k, v, index, self._scaling).reshape(qkv.shape[0], -1)

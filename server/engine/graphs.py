@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from server.engine import kernels
 from server.engine.attention import BatchMeta
 from server.engine.attention_flashinfer import FlashInferAttention, StepBuffer, StepInputs, block_list, padded
+from server.engine.cuda_ops import Attend, CudaOps
 from server.engine.forward import Forward, TransformersForward
-from server.engine.fused import FusedModel, FusedWeights, Layer, Linear
+from server.engine.fused import FusedModel, FusedWeights
 from server.engine.kv_cache import KVCachePool
 
 logger = logging.getLogger(__name__)
@@ -45,72 +44,6 @@ def make_cuda_forward(model: Any, weights: FusedWeights | None, pool: KVCachePoo
         num_heads = model.config.get_text_config(decoder=True).num_attention_heads
         return TransformersForward(model, FlashInferAttention(pool, num_heads), pool.data.device)
     return CudaForward(weights, FlashInferAttention(pool, weights.num_heads), max_running)
-
-
-Attend = Callable[[torch.Tensor, int, torch.Tensor], None]
-
-
-class CudaOps:
-    """Ops of the fused loop for one step at a time (`begin_step`)."""
-
-    def __init__(self, weights: FusedWeights, attention: FlashInferAttention) -> None:
-        self._weights = weights
-        self._attention = attention
-        self._width = weights.num_heads * weights.head_dim
-        self._inputs: StepInputs
-        self._attend: Attend
-        self._queries: torch.Tensor | None
-
-    def begin_step(self, inputs: StepInputs, attend: Attend, queries: torch.Tensor | None = None) -> None:
-        """`attend(queries, layer, out)` is the attention of this step. Turned queries go to `queries`, if given."""
-        self._inputs, self._attend, self._queries = inputs, attend, queries
-
-    def begin(self, positions: torch.Tensor) -> None:
-        raise NotImplementedError("begin_step knows the slots too")
-
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        out = kernels.linear_one_row(x, linear.weight, linear.bias)
-        return F.linear(x, linear.weight, linear.bias) if out is None else out
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return kernels.norm(x, weight, self._weights.eps)
-
-    def linear_add_norm(
-        self, x: torch.Tensor, linear: Linear, residual: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        parts = kernels.linear_parts(x, linear.weight) if linear.bias is None else None
-        return kernels.add_norm(self.linear(x, linear) if parts is None else parts, residual, weight, self._weights.eps)
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return kernels.silu_and_mul(gate_up)
-
-    def rotate(self, qkv: torch.Tensor, layer: Layer, index: int) -> torch.Tensor:
-        weights, inputs = self._weights, self._inputs
-        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        queries = self._empty(qkv) if self._queries is None else self._queries
-        kernels.rotate_and_write(
-            qkv, weights.cos_sin, inputs.positions, inputs.slots, self._attention.layers[index],
-            weights.num_heads, norms, weights.eps, queries,
-        )  # fmt: skip
-        return queries
-
-    def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
-        out = self._empty(qkv)
-        self.attend_into(qkv, index, out)
-        return out
-
-    def attend_into(self, queries: torch.Tensor, index: int, out: torch.Tensor) -> None:
-        heads = (-1, self._weights.head_dim)
-        self._attend(queries.unflatten(1, heads), index, out.unflatten(1, heads))
-
-    def piece_buffers(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(queries, attended) for `PieceGraphs`."""
-        weights = self._weights.embedding
-        both = torch.zeros(2, size, self._width, dtype=weights.dtype, device=weights.device)
-        return both[0], both[1]
-
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape[0], self._width, dtype=like.dtype, device=like.device)
 
 
 @dataclass(slots=True)
@@ -302,7 +235,8 @@ class CudaForward:
         # Graphs keep addresses, so their buffer is as large as it will ever have to be.
         self._fixed = StepBuffer(device, StepBuffer.capacity(max(pieces[-1], decodes[-1]), blocks))
         between = self._ops.piece_buffers(pieces[-1])
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sorted(pieces, reverse=True)):
             progress(f"graphs: {size} tokens", done / (len(pieces) + len(decodes)))
             piece = PieceGraphs(self._model, self._ops, self._fixed.inputs(size), *between)

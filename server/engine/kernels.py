@@ -12,7 +12,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, rows, size, eps, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, out_ptr, rows, size, eps,
+    PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
@@ -184,7 +185,7 @@ def write_kv(
     )  # fmt: skip
 
 
-# -- products with few rows ---------------------------------------------------------------------------------------------
+# -- products with few rows -------------------------------------------------------------------------------------------
 #
 # A decode step reads every weight once for a few rows; cuBLAS leaves 5 to 40 % of the bandwidth unused there (measured
 # on an H200: docs/benchmarks.md). Weights are loaded with evict_first: nothing reads them again in this step.

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(
-    "lengths", [[1], [400, 64, 65, 1], [600, 256, 257, *[7] * 7], [9000, 4200, *[7] * 31]], ids=["one", "few", "some", "many"]
+    "lengths",
+    [[1], [400, 64, 65, 1], [600, 256, 257, *[7] * 7], [9000, 4200, *[7] * 31]],
+    ids=["one", "few", "some", "many"],
 )
 def test_against_a_plain_softmax(lengths: list[int], window: int | None) -> None:
     heads, kv_heads, head_dim = 6, 2, 64

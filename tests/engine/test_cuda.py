@@ -1,6 +1,5 @@
 """On a CUDA device: every way a step can run gives the logits of transformers' eager attention there, bfloat16."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest

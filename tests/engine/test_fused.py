@@ -54,10 +54,10 @@ def make(config: Any, folder: Path) -> Any:
 def greedy(runner: ModelRunner, prompts: list[list[int]], chunk: int, num_new: int) -> list[list[int]]:
     """Prompts in chunks of `chunk`, all sequences in one batch, then decode; every step is one `execute`."""
     width = runner.spec.num_blocks_for(max(map(len, prompts)) + num_new)
-    seqs = [
-        Sequence(SeqId("t", i, 0), p, SamplingParams(num_new, temperature=0.0), block_table=[*range(1 + i * width, 1 + (i + 1) * width)])
-        for i, p in enumerate(prompts)
-    ]  # fmt: skip
+    seqs = []
+    for i, prompt in enumerate(prompts):
+        table = list(range(1 + i * width, 1 + (i + 1) * width))
+        seqs.append(Sequence(SeqId("t", i, 0), prompt, SamplingParams(num_new, temperature=0.0), block_table=table))
     while waiting := [s for s in seqs if len(s.output) < num_new]:
         batch = Batch([Slice(s, s.num_computed, min(chunk, s.num_pending)) for s in waiting])
         for part, token in zip(batch.slices, runner.execute(batch), strict=True):

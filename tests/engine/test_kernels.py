@@ -1,4 +1,4 @@
-"""The Triton kernels against the torch ops that they replace; on a CPU with TRITON_INTERPRET=1, where triton is there."""
+"""The Triton kernels against the torch ops that they replace; on a CPU with TRITON_INTERPRET=1."""
 
 import os
 from typing import Any
