@@ -33,10 +33,10 @@ _WARM_UPS = 2
 
 
 def decode_buckets(max_running: int) -> list[int]:
-    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, of 32 from there; the last is `max_running` or more."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, max(160, max_running) + 32, 32)]
-    last = next(i for i, size in enumerate(sizes) if size >= max_running)
-    return sizes[: last + 1]
+    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, of 32 up to 256, as far as `max_running` needs. More rows
+    than that go by pieces: launches are a small part of their time."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
+    return [size for below, size in zip([0, *sizes], sizes, strict=False) if below < max_running]
 
 
 def make_cuda_forward(model: Any, weights: FusedWeights | None, pool: KVCachePool, max_running: int) -> Forward:
@@ -229,6 +229,7 @@ class CudaForward:
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
         """Records all graphs, for rows of up to `max_len` tokens. Nothing else may run on the device meanwhile."""
         device = self._fixed.data.device
+        torch.cuda.empty_cache()  # recording does it too: what it frees is not the graphs' doing
         started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         decodes, pieces = decode_buckets(self._max_running), list(_PIECE_TOKENS)
         blocks = decodes[-1] * self._attention.spec.num_blocks_for(max_len)
