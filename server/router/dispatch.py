@@ -33,6 +33,7 @@ class Dispatcher:
         self.queue_high = config.router.queue_high
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
+        self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
         self.use_knobs(
             {
                 "hybrid.threshold_tokens": config.hybrid.threshold_tokens,
@@ -97,6 +98,7 @@ class Dispatcher:
 
     def observe(self, record: Record) -> None:
         """A sequence is over: what it tells about rates and about the better path for its length."""
+        self.watch(record)
         self.chooser.rates.observe(record)
         if record.second and self.chooser.threshold is None:
             moved = self.chooser.crossover.observe(
