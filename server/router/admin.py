@@ -26,7 +26,7 @@ from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi
 from server.router.timing import Recent
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 
 def version() -> str:

@@ -19,7 +19,7 @@ from server.messages import NAME_BYTES
 from server.router.attempt import Plan, Route
 from server.router.crossover import Crossover, Mean
 from server.router.timing import Record
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 CLEARLY = 0.7  # a worker that decodes is only burdened with a prompt when that is so much sooner
 # A decode worker with as many tokens of the prompt is worth as much as one with one sequence less.
@@ -78,7 +78,10 @@ class Chooser:
     def plan(
         self, prompt: Sequence[int], salt: str, pairs: list[Route], alone: list[Route], pinned: Worker | None = None
     ) -> Plan | None:
-        """None when there are no routes. `pinned`: the worker that a client's conversation is on."""
+        """None when there are no routes. `pinned`: the worker that a client's conversation is on.
+
+        `alone`: where a whole sequence may be done; a resident one may also go to any decode worker of `pairs`.
+        """
         hits = Hits(prompt, salt, self._block_size, self._policy == "kv-aware")
         if pinned is not None:
             pairs = [route for route in pairs if route.worker is pinned] or pairs
@@ -88,17 +91,22 @@ class Chooser:
         single = self._best(alone, turn, lambda route: self._single_cost(route, hits, len(prompt)))
         if single is None:
             return None if pair is None else self._pair_plan(pair, hits, len(prompt))
-        resident = hits.tokens(single.worker)
-        uncached = len(prompt) - resident
-        # One whole block may be missing: an answer's last token was never read, nor the block that it would complete.
-        is_resident = resident and resident >= hits.all_tokens - self._block_size
+        uncached = len(prompt) - hits.tokens(single.worker)
         one = Plan(single, uncached, num_uncached=uncached)
         if pair is None:
             return one
         two = self._pair_plan(pair, hits, uncached)
-        if is_resident and not _is_full(single.worker):
-            return Plan(single, uncached, resident, two, uncached)
+        if (holder := self._holder(pairs, alone, hits)) is not None:
+            resident = hits.tokens(holder)
+            return Plan(Route(holder), len(prompt) - resident, resident, two, uncached)
         return one if self._stays(one, two, len(prompt)) else two
+
+    def _holder(self, pairs: list[Route], alone: list[Route], hits: Hits) -> Worker | None:
+        """Who has the prompt. One whole block may be missing beside the last: an answer's last token was never read."""
+        workers = {route.worker.name: route.worker for route in (*pairs, *alone) if not _is_full(route.worker)}
+        best = max(workers.values(), key=lambda worker: (hits.tokens(worker), -len(worker.open)), default=None)
+        found = 0 if best is None else hits.tokens(best)
+        return best if found and found >= hits.all_tokens - self._block_size else None
 
     def _stays(self, one: Plan, two: Plan, num_prompt: int) -> bool:
         if self.threshold == 0:

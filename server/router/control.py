@@ -10,13 +10,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.router.app import guarded
+from server.router.audit import DrainRecord
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
 from server.router.http import Keys, json_response, read_body
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=7 * 86400)]
@@ -53,10 +54,17 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Control:
-    def __init__(self, tuning: Tuning, dispatcher: Dispatcher, events: Events, keys: Keys) -> None:
+    def __init__(
+        self, tuning: Tuning, dispatcher: Dispatcher, drained: DrainRecord, events: Events, keys: Keys
+    ) -> None:
+        """Workers that an earlier router of this run had drained stay so."""
         self._tuning = tuning
         self._dispatcher = dispatcher
         self._workers = dispatcher.workers
+        self._drained = drained
+        for name in drained.read():
+            if (worker := self._workers.all.get(name)) is not None:
+                worker.is_draining = True
         self._events = events
         self._keys = keys
 
@@ -125,6 +133,7 @@ class Control:
         self._keys.check(request.headers)
         worker = self._worker(request)
         self._workers.drain(worker, is_draining)
+        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
         return json_response(
             {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
         )

@@ -18,7 +18,8 @@ from server.router.attempt import Attempt, Plan, Route
 from server.router.choice import Chooser
 from server.router.errors import overloaded, unavailable
 from server.router.timing import Record
-from server.router.workers import Worker, Workers
+from server.router.worker import Worker
+from server.router.workers import Workers
 from server.sequence import SamplingParams, SeqId
 
 RATE_WINDOW_S = 30.0
@@ -33,6 +34,7 @@ class Dispatcher:
         self.queue_high = config.router.queue_high
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
+        self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
         self.use_knobs(
             {
                 "hybrid.threshold_tokens": config.hybrid.threshold_tokens,
@@ -97,6 +99,7 @@ class Dispatcher:
 
     def observe(self, record: Record) -> None:
         """A sequence is over: what it tells about rates and about the better path for its length."""
+        self.watch(record)
         self.chooser.rates.observe(record)
         if record.second and self.chooser.threshold is None:
             moved = self.chooser.crossover.observe(

@@ -20,7 +20,7 @@ from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
 from server.router.app import Api, build
-from server.router.audit import AuditLog
+from server.router.audit import AuditLog, DrainRecord
 from server.router.control import Control
 from server.router.dispatch import Dispatcher
 from server.router.events import Events
@@ -70,7 +70,16 @@ class Stack:
         )
         dispatcher.on_threshold = lambda tokens: events.say("threshold", tokens=tokens)
         store = KnobStore(config, text.max_len, time.time)
-        tuning = Tuning(store, workers, AuditLog(boot.state_dir, boot.run_id), events, dispatcher.use_knobs)
+        tuning = Tuning(
+            store,
+            workers,
+            AuditLog(boot.state_dir, boot.run_id),
+            events,
+            dispatcher.use_knobs,
+            config.tune.auto_revert,
+            config.slo,
+        )
+        dispatcher.watch = tuning.guard.observe
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
@@ -92,7 +101,7 @@ class Stack:
             names=names,
             store=store,
         )
-        control = Control(tuning, dispatcher, events, admin_keys)
+        control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
         gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning)

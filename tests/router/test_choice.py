@@ -149,3 +149,11 @@ def test_crossover_stays_where_paths_are_alike() -> None:
     lengths = [20, 40, 80, 150, 300, 600]
     alike = {n: n / 500 for n in lengths}
     assert feed(Crossover(4096), alike, {n: t * 1.05 for n, t in alike.items()}, 20 * EXPLORE) == [256]
+
+
+async def test_a_holder_beside_a_colocated_pool(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1, colocated=1, hybrid={"threshold_tokens": 500})
+    assert (await ask(cluster, PROMPT))["decode"] == "colocated-0"
+    await publish(cluster, "decode-0", names(PROMPT))
+    record = await ask(cluster, PROMPT)
+    assert (record["path"], record["decode"]) == ("resident", "decode-0")
