@@ -1,8 +1,8 @@
 """What each stage of a sequence costs on one device: the clock of the simulator.
 
-A step is linear in what it computes, over a floor (the weights are read once a step, however little is computed):
+A step is linear in what it computes; reading the weights, once a step, hides behind the arithmetic of prompts:
 
-    base + max(floor, prompt tokens * p + decoding sequences * d) + prompt tokens * context * a + context tokens * c
+    base + max(floor, prompt tokens * p) + decoding sequences * d + prompt tokens * context * a + context tokens * c
 
 which is the roofline of a dense transformer with its attention apart (Williams et al., CACM 2009; the decode terms as in
 Zhong et al., DistServe, OSDI 2024, appendix A). Its terms are given, fitted or estimated: see fit.py and roofline.py.
@@ -26,9 +26,9 @@ class StepModel:
     context_token_s: float = 0.0  # a token of context of a sequence that decodes
 
     def step_s(self, num_prompt: int, prompt_context: float, num_decoding: int, context: float) -> float:
-        compute = self.prompt_token_s * num_prompt + self.decode_seq_s * num_decoding
         attention = self.prompt_context_s * prompt_context + self.context_token_s * context
-        return self.base_s + max(self.floor_s, compute) + attention
+        weights = max(self.floor_s, self.prompt_token_s * num_prompt)
+        return self.base_s + weights + self.decode_seq_s * num_decoding + attention
 
     def prefill_s(self, num_tokens: int, chunk: int) -> float:
         """A prompt alone, in chunks."""
@@ -88,11 +88,11 @@ def from_rates(
 ) -> Stages:
     """Given outright: so many prompt tokens a second, and so many output tokens a second with a full batch.
 
-    A step of less than half a batch takes as long as half a batch's (reading the weights): only the full batch is given,
-    capacity depends only on that, and half is about what 8B models show at batch 64.
+    Only a full batch is given, and capacity depends only on that. Half of its step is taken to be the reading of the
+    weights, which a smaller batch pays too: about what 8B models show at batch 64.
     """
     if prefill_tok_s <= 0 or decode_tok_s <= 0:
         raise UsageError("--prefill-tok-s and --decode-tok-s must be above 0")
     prefill = StepModel(prompt_token_s=1 / prefill_tok_s)
-    both = replace(prefill, floor_s=0.5 * max_batch / decode_tok_s, decode_seq_s=1 / decode_tok_s)
+    both = replace(prefill, floor_s=0.5 * max_batch / decode_tok_s, decode_seq_s=0.5 / decode_tok_s)
     return Stages(prefill, decode=both, colocated=both, kv_token_bytes=kv_token_bytes, max_batch=max_batch)
