@@ -1,8 +1,8 @@
 """Recorded loads: when requests came and how long they were. Known by their columns, not by their file names.
 
-    Azure LLM inference     CSV    TIMESTAMP, ContextTokens, GeneratedTokens          (2023 and 2024)
-    BurstGPT                CSV    Timestamp [s], Request tokens, Response tokens
-    Mooncake                JSONL  timestamp [ms], input_length, output_length, hash_ids (512-token blocks, shared prefix)
+Azure LLM inference     CSV    TIMESTAMP, ContextTokens, GeneratedTokens          (2023 and 2024)
+BurstGPT                CSV    Timestamp [s], Request tokens, Response tokens
+Mooncake                JSONL  timestamp [ms], input_length, output_length, hash_ids (512-token blocks, shared prefix)
 """
 
 import csv

@@ -71,9 +71,9 @@ def options(
 
 def _load_commands() -> None:
     """In the order of the help."""
-    from pdctl.cli import plan, profiles, run, stack, talk
+    from pdctl.cli import bench, plan, profiles, run, stack, talk
 
-    for module in (run, stack, talk, plan, profiles):
+    for module in (run, stack, talk, bench, plan, profiles):
         module.register(app)
 
 

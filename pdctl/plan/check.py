@@ -63,9 +63,7 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
         "tpot": (seen.tpot_mean * 1e3, cell["tpot_ms"]["mean"]),
         "goodput": (seen.goodput, cell["goodput"]),
     }
-    return Graded(
-        cell["mode"], cell["prompt"], cell["output"], concurrency, rate, bool(cell.get("fitted")), values
-    )
+    return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, bool(cell.get("fitted")), values)
 
 
 def medians(graded: list[Graded]) -> dict[str, float]:

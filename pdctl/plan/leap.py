@@ -42,4 +42,3 @@ class LeapingScheduler(Scheduler):
             missing = -(-seq.num_computed // size) - len(seq.block_table)
             if missing > 0:
                 seq.block_table += tables.pool.allocate(missing)
-

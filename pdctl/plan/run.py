@@ -164,7 +164,9 @@ def _sensitivity(search: Search) -> list[dict[str, Any]]:
     """The ratio when prompts or answers are half or twice as long: whether it would have to be changed often."""
     lengths, rows = search.load.lengths, []
     for prompt, output in ((0.5, 1), (2, 1), (1, 0.5), (1, 2)):
-        changed = replace(lengths, prompt=max(1, round(lengths.prompt * prompt)), output=max(1, round(lengths.output * output)))
+        changed = replace(
+            lengths, prompt=max(1, round(lengths.prompt * prompt)), output=max(1, round(lengths.output * output))
+        )
         other = Search(search.stages, Load(changed), search.slo, search.sizes).ratio()
         rows.append({"prompt": changed.prompt, "output": changed.output, "ratio": str(other)})
     return rows

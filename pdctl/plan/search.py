@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pdctl.plan.arithmetic import Ratio, Rates, best_ratio, rates
+from pdctl.plan.arithmetic import Rates, Ratio, best_ratio, rates
 from pdctl.plan.loads import Arrival, Lengths, poisson, scaled
 from pdctl.plan.sim import Cluster, Layout, Sizes
 from pdctl.plan.stages import Stages

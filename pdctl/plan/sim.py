@@ -22,7 +22,7 @@ from pdctl.plan.tally import Slo, Summary, Tally
 from pdctl.plan.worker import TOKEN, Request, SimWorker
 from server.engine.block_pool import BlockPool
 from server.engine.scheduler import Limits, Step
-from server.sequence import SamplingParams, SeqId, SeqState
+from server.sequence import SamplingParams, SeqId
 
 AHEAD = 4
 
@@ -82,7 +82,9 @@ class Cluster:
         self._order = count()
         self._prompts: dict[int, list[int]] = {}
         self._readers = self._pool(layout.prefill, stages.prefill, is_prefill=True)
-        self._writers = self._pool(layout.decode or layout.colocated, stages.decode if layout.decode else stages.colocated)
+        self._writers = self._pool(
+            layout.decode or layout.colocated, stages.decode if layout.decode else stages.colocated
+        )
         for worker in self._readers:
             worker.after_step = self._ask
         for worker in self._writers:

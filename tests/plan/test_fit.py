@@ -9,7 +9,9 @@ from pdctl.plan.roofline import estimate
 from pdctl.plan.sim import Sizes
 from pdctl.plan.stages import Stages, StepModel
 
-TRUE = StepModel(base_s=0.01, floor_s=0.03, prompt_token_s=1.5e-3, prompt_context_s=1e-7, decode_seq_s=5e-3, context_token_s=2e-6)
+TRUE = StepModel(
+    base_s=0.01, floor_s=0.03, prompt_token_s=1.5e-3, prompt_context_s=1e-7, decode_seq_s=5e-3, context_token_s=2e-6
+)
 CHUNK = 256
 
 
