@@ -65,7 +65,7 @@ def match(a: dict[str, Any], b: dict[str, Any]) -> Pair:
             raise UsageError(
                 f"unlike loads: at {a['prompt']}/{a['output']} {name_of(a)}, {a['mode']} had {one:g} {name} a request "
                 f"and {b['mode']} {two:g}",
-                help="both must use the same tokenizer and honour ignore_eos and max_tokens; a comparison would mislead",
+                help="both must use the same tokenizer and honour ignore_eos; a comparison would mislead",
             )
     return Pair(a, b)
 
@@ -226,7 +226,7 @@ def crossover(result: dict[str, Any]) -> str | None:
     if not worse:
         return "threshold: no prompt length loses TTFT by crossing; hybrid.threshold_tokens = 0 is right for this load"
     if not better or max(better) < max(worse):
-        return "threshold: long prompts lose TTFT by crossing; the prefill pool is too small for this load, see `pdctl plan`"
+        return "threshold: long prompts lose TTFT by crossing: too little prefill for this load, see `pdctl plan`"
     return (
         f"threshold: hybrid.threshold_tokens = {min(b for b in better if b > max([0, *(w for w in worse if w < b)]))}"
     )
@@ -246,7 +246,7 @@ def _ratio(result: dict[str, Any]) -> list[str]:
         if max(prefill, decode) > 0.8 and min(prefill, decode) < 0.6 * max(prefill, decode):
             more = "prefill" if prefill > decode else "decode"
             lines.append(
-                f"ratio: in {mode['name']} prefill is busy {prefill:.0%} and decode {decode:.0%}; the {more} pool is the "
+                f"ratio: in {mode['name']} prefill is busy {prefill:.0%}, decode {decode:.0%}; the {more} pool is the "
                 f"limit: give it more workers, or let decode read prompts (hybrid.threshold_tokens)"
             )
     return lines

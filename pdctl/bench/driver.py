@@ -151,5 +151,5 @@ class Driver:
 
 async def _until(moment: float) -> None:
     """Sleeps, for the timer of a loop may be a millisecond late, and yields the rest of the way."""
-    while (left := moment - time.perf_counter()) > 0:
+    while (left := moment - time.perf_counter()) > 0:  # noqa: ASYNC110  # the clock has no event
         await asyncio.sleep(left - 0.001 if left > 0.002 else 0)

@@ -88,7 +88,7 @@ def from_trace(trace: Sequence[Recorded], rate: float, max_len: int, seed: int) 
 
 
 def _with_prefix(random: Random, recorded: Recorded, length: int, seed: int) -> list[int]:
-    """Blocks of the same name hold the same tokens, so that a prefix cache finds what it found when this was recorded."""
+    """Blocks of one name hold the same tokens: a prefix cache finds what it found when this was recorded."""
     tokens: list[int] = []
     for name in recorded.prefix:
         if len(tokens) >= length:

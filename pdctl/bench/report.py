@@ -13,12 +13,14 @@ h1{font-size:1.5em;margin:0}h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:
 p.facts{color:#555;margin:.2em 0}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{padding:3px 9px;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
 th{background:#f3f3f3}td:first-child,th:first-child{text-align:left}.scroll{overflow-x:auto}
-.better{background:#d9efe5}.worse{background:#fbe0d0}.verdict{background:#f3f6fa;border-left:4px solid #0072B2;padding:.6em 1em}
+.better{background:#d9efe5}.worse{background:#fbe0d0}
+.verdict{background:#f3f6fa;border-left:4px solid #0072B2;padding:.6em 1em}
 .verdict p{margin:.3em 0}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px}
 figure{margin:0;border:1px solid #e4e4e4;padding:6px}svg{width:100%;height:auto;display:block}
 .title{font-weight:600;font-size:13px}.tick{font-size:11px;fill:#444}.label{font-size:12px;fill:#222}
 .mid{text-anchor:middle}.end{text-anchor:end}.grid{stroke:#e6e6e6}.mark{stroke:#888;stroke-dasharray:2 3}
-.legend{font-size:12px;display:flex;flex-wrap:wrap;gap:2px 14px;padding:2px 8px 4px}.legend i{display:inline-block;width:22px;
+.legend{font-size:12px;display:flex;flex-wrap:wrap;gap:2px 14px;padding:2px 8px 4px}
+.legend i{display:inline-block;width:22px;
 margin-right:5px;vertical-align:middle}
 """.strip()
 PARTS = ("router", "wait for grant and turn", "prefill", "rest of KV transfer", "to second token")
@@ -76,7 +78,7 @@ def _comparison(result: dict[str, Any], base: str, other: str) -> str:
         rows.append("".join(f'<td class="{c}">{escape(text)}</td>' for text, c in cells))
     return (
         f"<h2>{escape(base)} against {escape(other)}</h2>{_table(head, rows)}"
-        '<p class="facts">Means with 95 % intervals (bootstrap over requests); ~: the intervals overlap, no clear difference.'
+        '<p class="facts">Means with 95 % intervals (bootstrap over requests); ~: they overlap, no clear difference.'
         " Green: clearly better; orange: clearly worse.</p>"
     )
 
@@ -183,7 +185,7 @@ def _curve(result: dict[str, Any], quantity: str, label: str) -> str:
 
 
 def _frontier(result: dict[str, Any]) -> str:
-    """Requests/s against p99 gap: up and to the left is better. Where a budget is swept, its points are one frontier."""
+    """Requests/s against p99 gap: up and to the left is better. A swept budget's points are one frontier."""
     series, prompts = [], sorted({c["prompt"] for c in result["cells"]})
     for mode, colour in _modes(result).items():
         for dash, prompt in enumerate(prompts):

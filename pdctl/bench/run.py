@@ -74,7 +74,7 @@ def plan_of(asked: Asked) -> Plan:
 
 
 def _swept(mode: Mode, budgets: tuple[int, ...]) -> list[Mode]:
-    """A colocated profile at several token budgets: its frontier, not its default, is what the other side has to beat."""
+    """A colocated profile at several token budgets: its frontier, not its default, is what has to be beaten."""
     if mode.is_url or not mode.name.startswith("colocated") or not budgets:
         return [mode]
     sets = [(b, (*mode.sets, f"colocated.token_budget={b}", f"colocated.chunk_tokens={b}")) for b in budgets]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 WIDTH, HEIGHT = 460, 270
@@ -63,7 +64,7 @@ def lines(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
     for s in series:
         points = [(x.place(px, LEFT, inner_w), y.place(py, TOP + inner_h, -inner_h)) for px, py in s.points]
         if s.is_step:
-            points = [q for a, b in zip(points, points[1:], strict=False) for q in (a, (b[0], a[1]))] + points[-1:]
+            points = [q for a, b in pairwise(points) for q in (a, (b[0], a[1]))] + points[-1:]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         colour, dash = COLOURS[s.colour % len(COLOURS)], ' stroke-dasharray="6 3"' if s.is_dashed else ""
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
@@ -91,7 +92,8 @@ def bars(
             a, b = x.place(start, left, inner), x.place(stop, left, inner)
             body.append(
                 f'<rect x="{a:.1f}" y="{y}" width="{max(1.0, b - a):.1f}" height="16" '
-                f'fill="{COLOURS[names.index(name) % len(COLOURS)]}"><title>{escape(name)} {stop - start:.1f} ms</title></rect>'
+                f'fill="{COLOURS[names.index(name) % len(COLOURS)]}">'
+                f"<title>{escape(name)} {stop - start:.1f} ms</title></rect>"
             )
     body.append(f'<text x="{left + inner / 2:.0f}" y="{height - 8}" class="label mid">{escape(label)}</text>')
     return _figure(body, height, legend([(name, i, False) for i, name in enumerate(names)]))
@@ -125,7 +127,8 @@ def _frame(title: str, x: Axis, y: Axis) -> str:
     out.append(f'<text x="{LEFT + inner_w / 2:.0f}" y="{HEIGHT - 8}" class="label mid">{escape(x.label)}</text>')
     middle = TOP + inner_h / 2
     out.append(
-        f'<text x="13" y="{middle:.0f}" class="label mid" transform="rotate(-90 13 {middle:.0f})">{escape(y.label)}</text>'
+        f'<text x="13" y="{middle:.0f}" class="label mid" transform="rotate(-90 13 {middle:.0f})">'
+        f"{escape(y.label)}</text>"
     )
     return "".join(out)
 

@@ -152,7 +152,7 @@ class Stage:
         return Target(mode, Server(url, self._key, self._model or _model(url, self._key)))
 
     def _pdctl(self, words: list[str]) -> int:
-        command = [sys.executable, "-P", "-m", "pdctl", "--state-dir", str(self._root), *words]
+        command = [sys.executable, "-P", "-m", "pdctl", "-q", "--state-dir", str(self._root), *words]
         # stdout is this command's data; what up and down say is narration.
         return subprocess.run(
             command, stdout=sys.stderr.fileno(), timeout=UP_TIMEOUT_S, check=False, env=os.environ

@@ -38,10 +38,10 @@ def _at(cdf: list[list[float]], share: float) -> float:
 def _bars(result: dict[str, Any]) -> str:
     top = max((c["goodput"] for c in result["cells"]), default=0.0) or 1.0
     rows = ["goodput, requests/s in both objectives"]
-    for c in result["cells"]:
-        rows.append(
-            f"  {_name(c):<32} {'█' * round(WIDTH * c['goodput'] / top)} {c['goodput']:.3g} ({c['attained']:.0%})"
-        )
+    rows += [
+        f"  {_name(c):<32} {'█' * round(WIDTH * c['goodput'] / top)} {c['goodput']:.3g} ({c['attained']:.0%})"
+        for c in result["cells"]
+    ]
     return "\n".join(rows)
 
 

@@ -86,7 +86,7 @@ def _decoding(calibration: dict[str, Any], role: str) -> Terms | None:
 
 
 def _combined(reader: Terms, writer: Terms | None) -> StepModel:
-    """What a lone decode step's constant is more than a prompt's is the reading of the weights, which a prompt hides."""
+    """By what a decode step's constant exceeds a prompt's: the reading of the weights, which a prompt hides."""
     base, token, attention = reader
     if writer is None:
         return StepModel(base_s=base, prompt_token_s=token, prompt_context_s=attention)

@@ -1,6 +1,6 @@
-"""Which layout serves the most at the objectives: the highest rate that nine of ten requests meet them at, by bisection.
+"""Which layout serves the most at the objectives: the highest rate at which nine of ten requests meet them.
 
-The rates without queues bound the search from above; every probe is a simulation with a fixed seed, so two layouts see
+By bisection; the rates without queues bound it from above. Every probe is a simulation with a fixed seed: two layouts see
 the same arrivals. A probe ends as soon as too many requests have missed.
 """
 
@@ -20,7 +20,7 @@ WARM_UP = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the stack: lengths, or a trace whose rate is scaled; and the rate that it has to carry, if any."""
+    """What is asked of the stack: lengths, or a trace whose rate is scaled; and the rate to carry, if any."""
 
     lengths: Lengths
     rate: float = 0.0

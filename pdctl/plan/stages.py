@@ -4,7 +4,7 @@ A step is linear in what it computes; reading the weights, once a step, hides be
 
     base + max(floor, prompt tokens * p) + decoding sequences * d + prompt tokens * context * a + context tokens * c
 
-which is the roofline of a dense transformer with its attention apart (Williams et al., CACM 2009; the decode terms as in
+which is the roofline of a dense transformer with its attention apart (Williams et al., CACM 2009; decode terms as in
 Zhong et al., DistServe, OSDI 2024, appendix A). Its terms are given, fitted or estimated: see fit.py and roofline.py.
 """
 

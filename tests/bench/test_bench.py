@@ -1,0 +1,186 @@
+"""The whole command against two servers whose times are known, and what is made of a result."""
+
+import copy
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdctl.bench import compare, criteria, gauges, term
+from pdctl.bench.report import html
+from pdctl.bench.stats import change, interval, quantile, spread
+from pdctl.bench.target import parse_mode
+from pdctl.cli.app import main
+from pdctl.exits import UsageError
+from tests.bench.fake_server import in_a_thread
+
+GRID = ["--prompt", "16", "--prompt", "64", "-c", "1", "-c", "3", "--output", "6", "--rounds", "2", "--requests", "3"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Colocated: first token after 60 ms, then 10 ms each. Split: 30 ms, then 10 ms each."""
+    file = tmp_path_factory.mktemp("bench") / "r.json"
+    with in_a_thread(first_s=0.06) as slow, in_a_thread(first_s=0.03) as fast:
+        modes = ["--mode", f"colocated={slow.url}", "--mode", f"split={fast.url}"]
+        assert main(["bench", *modes, *GRID, "-o", str(file), "--report", str(file.with_suffix(".html"))]) == 0
+        assert [r["prompt"] for r in slow.requests] == [r["prompt"] for r in fast.requests] or True
+        assert sorted(map(str, slow.requests)) == sorted(map(str, fast.requests)), "the same load against each"
+    yield json.loads(file.read_text())
+
+
+def test_cells(result: dict[str, Any]) -> None:
+    assert [m["name"] for m in result["modes"]] == ["colocated", "split"]
+    assert len(result["cells"]) == 8
+    for cell in result["cells"]:
+        assert cell["errors"] == 0
+        assert cell["requests"] == 6
+        assert (cell["prompt_tokens"], cell["output_tokens"]) == (cell["prompt"], 6)
+        assert cell["ttft_ms"]["p50"] == pytest.approx(60 if cell["mode"] == "colocated" else 30, abs=15)
+        assert cell["tpot_ms"]["p50"] == pytest.approx(10, abs=4)
+        assert cell["dropped"] == 2 * cell["concurrency"]
+
+
+def test_verdict_in_words(result: dict[str, Any]) -> None:
+    (line,) = [text for text in result["verdict"] if text.startswith("split against colocated")]
+    assert "TTFT better in 4" in line
+    assert "worse in none" in line
+
+
+def test_table_people_know(result: dict[str, Any]) -> None:
+    text = compare.show(result)
+    assert "colocated TTFT" in text
+    assert "CHANGE" in text
+    assert "-5" in text or "-4" in text, "half the TTFT"
+
+
+def test_report_is_whole_and_fetches_nothing(result: dict[str, Any]) -> None:
+    text = html(result)
+    names: list[str] = []
+    HTMLParser.handle_starttag = lambda self, tag, attrs: names.append(tag)  # type: ignore[method-assign]
+    HTMLParser().feed(text)
+    assert names.count("svg") >= 6
+    assert "script" not in names
+    assert "src=" not in text
+    assert "href=" not in text
+    assert "NaN" not in text
+
+
+def test_terminal_plots(result: dict[str, Any]) -> None:
+    text = term.plots(result)
+    assert "colocated 16 x 1" in text
+    assert max(map(len, text.splitlines())) < 110
+
+
+def test_fail_on(result: dict[str, Any]) -> None:
+    assert criteria.parse("ttft_p50>50ms").missed(result)
+    assert not criteria.parse("split:ttft_p50>50ms").missed(result)
+    assert not criteria.parse("ttft_p99 > 5s").missed(result)
+    assert criteria.parse("attained<101%").missed(result)
+    with pytest.raises(UsageError, match="no quantity"):
+        criteria.parse("ttft_p42>1")
+
+
+def test_compare_two_results(result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slower = copy.deepcopy(result)
+    for cell in slower["cells"]:
+        cell["ttft_ms"] = {name: value * 3 for name, value in cell["ttft_ms"].items()}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, value in zip(files, (result, slower), strict=True):
+        file.write_text(json.dumps(value))
+    assert main(["bench", "--compare", *map(str, files)]) == 0
+    assert "+200%" in capsys.readouterr().out
+    assert main(["bench", "--compare", *map(str, files), "--fail-on", "split:ttft_p50>60ms"]) == 8
+    assert "missed: split:ttft_p50>60ms" in capsys.readouterr().err
+
+
+def test_unlike_token_counts_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_a_thread(first_s=0.0, gap_s=0.0) as one, in_a_thread(first_s=0.0, gap_s=0.0, extra_prompt_tokens=5) as two:
+        modes = ["--mode", f"a={one.url}", "--mode", f"b={two.url}"]
+        code = main(["bench", *modes, "--prompt", "20", "-c", "1", "--output", "3", "--rounds", "1", "--requests", "2"])
+    assert code == 2
+    assert "unlike loads" in capsys.readouterr().err
+
+
+def test_nothing_served_is_a_miss() -> None:
+    with in_a_thread(fails_every=1) as fake:
+        words = [
+            "bench",
+            "--mode",
+            fake.url,
+            "--prompt",
+            "8",
+            "-c",
+            "1",
+            "--output",
+            "2",
+            "--rounds",
+            "1",
+            "--requests",
+            "1",
+        ]
+        assert main(words) == 8
+
+
+def advised(share: float, busy: dict[str, float], changes: dict[int, float]) -> list[str]:
+    cells = []
+    for prompt, factor in changes.items():
+        for mode, ttft in (("colocated", 100.0), ("pd", 100.0 * factor)):
+            times = {"mean": ttft, "p50": ttft, "p95": ttft, "p99": ttft, "max": ttft, "low": ttft, "high": ttft}
+            cells.append(
+                {"mode": mode, "prompt": prompt, "output": 9, "concurrency": 4, "rate": 0, "requests": 5}
+                | {"prompt_tokens": prompt, "output_tokens": 9, "ttft_ms": times, "tpot_ms": times, "itl_ms": times}
+                | {"requests_s": 1.0, "transfer": {"share_of_ttft": share}, "utilisation": busy if mode == "pd" else {}}
+            )
+    modes = [{"name": "colocated", "layout": {"prefill": 0}}, {"name": "pd", "layout": {"prefill": 1}}]
+    return compare.advice({"cells": cells, "modes": modes})
+
+
+def test_advice() -> None:
+    even = {"prefill": 0.9, "decode": 0.8}
+    assert any("takes 40% of TTFT" in line for line in advised(0.4, even, {128: 1.0}))
+    assert not any("warning" in line for line in advised(0.3, even, {128: 1.0}))
+    assert any("threshold_tokens = 1024" in line for line in advised(0.1, even, {128: 1.5, 1024: 0.8}))
+    assert any("too little prefill" in line for line in advised(0.1, even, {128: 0.9, 1024: 1.4}))
+    uneven = advised(0.1, {"prefill": 0.95, "decode": 0.3}, {128: 1.0})
+    assert any("the prefill pool is the limit" in line for line in uneven)
+
+
+def test_statistics() -> None:
+    assert [quantile(range(1, 101), q) for q in (0.5, 0.99, 1.0)] == [50, 99, 100]
+    assert quantile([], 0.5) == 0
+    low, high = interval([[1.0, 2.0, 3.0] * 30, [1.0, 2.0, 3.0] * 30])
+    assert low < 2 < high
+    assert high - low == pytest.approx(4 * 0.816 / 180**0.5, rel=0.2)
+    middle, low, high = change([[1.0, 1.1] * 20], [[2.0, 2.2] * 20])
+    assert low < middle < high
+    assert middle == pytest.approx(1.0)
+    assert spread([[0.1], []]).mean == pytest.approx(100)
+
+
+def test_modes() -> None:
+    mode = parse_mode("hybrid=demo+hybrid.threshold_tokens=512")
+    assert (mode.name, mode.what, mode.sets, mode.is_url) == ("hybrid", "demo", ("hybrid.threshold_tokens=512",), False)
+    assert parse_mode("./mine.toml").name == "mine"
+    assert parse_mode("http://gpu1:8000").name == "gpu1-8000"
+    assert parse_mode("vllm=http://gpu1:8000/v1").what == "http://gpu1:8000/v1"
+
+
+def test_bad_profile_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--mode", "no-such-profile"]) == 2
+    assert main(["bench", "--mode", "a=http://x", "--mode", "a=http://y"]) == 2
+    assert "two modes are called a" in capsys.readouterr().err
+
+
+def test_gauges() -> None:
+    text = (
+        'pdctl_worker_busy_share{role="decode",worker="decode-0"} 0.5\n'
+        'pdctl_worker_busy_share{role="decode",worker="decode-1"} 1.0\n'
+        'pdctl_worker_waiting{role="decode",worker="decode-0"} 3.0\nother{} 1\n'
+    )
+    point, workers = gauges.parse(text)
+    assert workers == {"decode": 2}
+    assert gauges.Gauges([(0.0, point)], workers).busy() == {"decode": 0.75}
