@@ -121,7 +121,8 @@ def to_json(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
 
 
 def transfer(samples: Sequence[Sample], ttft_ms: float) -> dict[str, Any] | None:
-    """KV transfer apart. `exposed_ms` is what of it came after the prompt was read: the rest hid behind prefill."""
+    """KV transfer apart: from the first chunk to the last (`mean_ms`, mostly behind prefill), and what of it was left
+    when the prompt had been read (`exposed_ms`), which is what somebody waits for; its share is against TTFT."""
     crossed = [s.record for s in samples if s.record.get("transfer_ms") is not None]
     if not crossed:
         return None
@@ -131,14 +132,13 @@ def transfer(samples: Sequence[Sample], ttft_ms: float) -> dict[str, Any] | None
         for r in crossed
         if r.get("kv_ready_ms") is not None and r.get("prefill_end_ms") is not None
     ]
-    mean = fmean(times)
     return {
         "requests": len(crossed),
-        "mean_ms": round(mean, 3),
+        "mean_ms": round(fmean(times), 3),
         "p99_ms": round(quantile(times, 0.99), 3),
         "exposed_ms": round(fmean(left), 3) if left else None,
         "kv_bytes": round(fmean(r.get("kv_bytes") or 0 for r in crossed)),
-        "share_of_ttft": round(mean / ttft_ms, 4) if ttft_ms else 0.0,
+        "share_of_ttft": round(fmean(left) / ttft_ms, 4) if ttft_ms and left else 0.0,
     }
 
 

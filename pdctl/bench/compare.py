@@ -13,6 +13,7 @@ from pdctl.render import table
 
 UNLIKE = 0.01  # token counts further apart than this are not the same load
 ADVICE = 1 / 3  # of TTFT
+ATTAINED = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def everything(result: dict[str, Any]) -> str:
     rows = []
     for c in result["cells"]:
         t = c.get("transfer")
-        moved = f"{t['mean_ms']:.1f} ({t['share_of_ttft']:.0%})" if t else "-"
+        moved = f"{t['exposed_ms'] or 0:.1f} ({t['share_of_ttft']:.0%})" if t else "-"
         use = " ".join(f"{role[0].upper()} {share:.0%}" for role, share in c["utilisation"].items()) or "-"
         itl = c["itl_ms"]
         rows.append(
@@ -199,14 +200,31 @@ def advice(result: dict[str, Any]) -> list[str]:
     heavy = [c for c in result["cells"] if c.get("transfer") and c["transfer"]["share_of_ttft"] > ADVICE]
     if heavy:
         worst = max(heavy, key=lambda c: c["transfer"]["share_of_ttft"])
+        share, mode, prompt = worst["transfer"]["share_of_ttft"], worst["mode"], worst["prompt"]
         lines.append(
-            f"warning: the KV transfer takes {worst['transfer']['share_of_ttft']:.0%} of TTFT ({worst['mode']}, prompt "
-            f"{worst['prompt']}): try a faster transfer.backend, a smaller prefill.chunk_tokens so that more of it "
-            f"overlaps, or hybrid.threshold_tokens above {worst['prompt']}"
+            f"warning: waiting for the KV transfer is {share:.0%} of TTFT ({mode}, prompt {prompt}): try a faster "
+            f"transfer.backend, a smaller prefill.chunk_tokens so that more of it overlaps, or "
+            f"hybrid.threshold_tokens above {prompt}"
         )
     if (threshold := crossover(result)) is not None:
         lines.append(threshold)
-    return lines + _ratio(result)
+    return lines + _ratio(result) + _objectives(result)
+
+
+def _objectives(result: dict[str, Any]) -> list[str]:
+    """The highest rate of an open loop that nine in ten met; objectives that nothing met are said to be so."""
+    if not any(cell["attained"] for cell in result["cells"]):
+        slo = result["slo"]
+        asked = f"TTFT {slo['ttft_ms']:g} ms and TPOT {slo['tpot_ms']:g} ms"
+        return [f"objectives: no request met {asked}, so goodput says nothing: give --ttft and --tpot for this machine"]
+    lines = []
+    for mode in result["modes"]:
+        own = [c for c in result["cells"] if c["mode"] == mode["name"] and c["rate"]]
+        for prompt in sorted({c["prompt"] for c in own}):
+            met = [c["rate"] for c in own if c["prompt"] == prompt and c["attained"] >= ATTAINED]
+            best = f"{max(met):g} requests/s" if met else "none of the rates"
+            lines.append(f"{mode['name']}, prompt {prompt}: nine in ten meet the objectives up to {best}")
+    return lines
 
 
 def crossover(result: dict[str, Any]) -> str | None:
@@ -241,7 +259,7 @@ def _ratio(result: dict[str, Any]) -> list[str]:
         ]
         if not cells:
             continue
-        use = max(cells, key=lambda c: max(c["utilisation"].values()))["utilisation"]
+        use = max(cells, key=lambda c: (c["concurrency"] or c["rate"], c["prompt"]))["utilisation"]
         prefill, decode = use["prefill"], use["decode"]
         if max(prefill, decode) > 0.8 and min(prefill, decode) < 0.6 * max(prefill, decode):
             more = "prefill" if prefill > decode else "decode"

@@ -96,7 +96,7 @@ def _interval(spread: dict[str, float]) -> str:
 def _everything(result: dict[str, Any]) -> str:
     head = (
         "mode", "load", "prompt", "TTFT p50 / p99", "TPOT p50", "ITL p50 / p99 / max", "2nd token", "tok/s", "in SLO",
-        "KV transfer ms", "of TTFT", "busy", "requests", "failed",
+        "KV transfer / wait ms", "wait of TTFT", "busy", "requests", "failed",
     )  # fmt: skip
     rows = []
     for c in result["cells"]:
@@ -111,7 +111,7 @@ def _everything(result: dict[str, Any]) -> str:
             f"{c['second_token_ms']['p50']:.0f}",
             f"{c['output_tok_s']:.4g}",
             f"{c['attained']:.0%}",
-            f"{t['mean_ms']:.1f}" if t else "–",
+            f"{t['mean_ms']:.1f} / {t['exposed_ms'] or 0:.1f}" if t else "–",
             f"{t['share_of_ttft']:.0%}" if t else "–",
             " ".join(f"{role} {share:.0%}" for role, share in c["utilisation"].items()) or "–",
             str(c["requests"]),

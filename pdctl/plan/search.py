@@ -1,7 +1,7 @@
 """Which layout serves the most at the objectives: the highest rate at which nine of ten requests meet them.
 
-By bisection; the rates without queues bound it from above. Every probe is a simulation with a fixed seed: two layouts see
-the same arrivals. A probe ends as soon as too many requests have missed.
+By bisection; the rates without queues bound it from above. Every probe is a simulation with a fixed seed: two layouts
+see the same arrivals. A probe ends as soon as too many requests have missed.
 """
 
 import math
