@@ -14,6 +14,7 @@ from pdctl.render import table
 UNLIKE = 0.01  # token counts further apart than this are not the same load
 ADVICE = 1 / 3  # of TTFT
 ATTAINED = 0.9
+ENOUGH = 5  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,10 @@ class Pair:
         return b / a - 1 if a else 0.0
 
     def is_clear(self, quantity: str) -> bool:
+        """A handful of samples shows nothing, whatever its interval."""
         a, b = self.base[quantity], self.other[quantity]
-        return bool(a["high"] < b["low"] or b["high"] < a["low"])
+        enough = min(self.base["requests"], self.other["requests"]) >= ENOUGH
+        return enough and bool(a["high"] < b["low"] or b["high"] < a["low"])
 
 
 def _value(cell: dict[str, Any], quantity: str) -> float:

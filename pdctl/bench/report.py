@@ -8,10 +8,11 @@ from pdctl.bench import compare
 from pdctl.bench.svg import Series, axis, bars, lines
 
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1010px;margin:2em auto;padding:0 1em;color:#1a1a1a;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#1a1a1a;background:#fff}
 h1{font-size:1.5em;margin:0}h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid #ccc}
 p.facts{color:#555;margin:.2em 0}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
-th,td{padding:3px 9px;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
+th,td{padding:3px 8px;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
+th{white-space:normal;vertical-align:bottom}
 th{background:#f3f3f3}td:first-child,th:first-child{text-align:left}.scroll{overflow-x:auto}
 .better{background:#d9efe5}.worse{background:#fbe0d0}
 .verdict{background:#f3f6fa;border-left:4px solid #0072B2;padding:.6em 1em}

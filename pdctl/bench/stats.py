@@ -1,7 +1,8 @@
 """Numbers from samples: percentiles, and how far to trust a mean.
 
 Confidence intervals are percentile bootstraps (Efron, 1979) over requests, resampled within each round so that a drift
-between rounds widens nothing; 1,000 resamples with a fixed seed. Every percentile is the nearest rank above.
+between rounds widens nothing; 1,000 resamples with a fixed seed. Rounds too small to show their own spread are taken
+together. Every percentile is the nearest rank above.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 1000
+SMALL = 5
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -63,6 +65,8 @@ def change(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) 
 
 
 def _resampled(rounds: Sequence[Sequence[float]], seed: int = 1) -> Any:
+    if min(map(len, rounds)) < SMALL:
+        rounds = [[v for r in rounds for v in r]]
     random = np.random.default_rng(seed)
     sums, count = np.zeros(RESAMPLES), 0
     for values in rounds:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 WIDTH, HEIGHT = 460, 270
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 46
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 42, 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ def lines(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
         if x.low < value < x.high:
             at = x.place(value, LEFT, inner_w)
             body.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{TOP + inner_h}" class="mark"/>')
-            body.append(f'<text x="{at + 3:.1f}" y="{TOP + inner_h - 5}" class="tick">{escape(label)}</text>')
+            side = "end" if at > LEFT + inner_w * 0.75 else ""
+            body.append(f'<text x="{at:.1f}" y="{TOP - 3}" class="tick {side}">{escape(label)}</text>')
     for s in series:
         points = [(x.place(px, LEFT, inner_w), y.place(py, TOP + inner_h, -inner_h)) for px, py in s.points]
         if s.is_step:
@@ -80,7 +81,7 @@ def bars(
     height, left = 34 + 24 * len(rows) + BOTTOM, 150
     x = axis(label, [to for _, parts in rows for *_, to in parts])
     inner = WIDTH - left - RIGHT
-    body = [f'<text x="{left}" y="18" class="title">{escape(title)}</text>']
+    body = [f'<text x="10" y="18" class="title">{escape(title)}</text>']
     for tick in x.ticks():
         at = x.place(tick, left, inner)
         body.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="26" y2="{height - BOTTOM}" class="grid"/>')
@@ -115,7 +116,7 @@ def _figure(body: Sequence[str], height: int, below: str) -> str:
 
 def _frame(title: str, x: Axis, y: Axis) -> str:
     inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    out = [f'<text x="{LEFT}" y="20" class="title">{escape(title)}</text>']
+    out = [f'<text x="10" y="18" class="title">{escape(title)}</text>']
     for tick in y.ticks():
         at = y.place(tick, TOP + inner_h, -inner_h)
         out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" class="grid"/>')
@@ -133,7 +134,7 @@ def _frame(title: str, x: Axis, y: Axis) -> str:
     return "".join(out)
 
 
-def _ticks(low: float, high: float, count: int = 5) -> list[float]:
+def _ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Round numbers: 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0

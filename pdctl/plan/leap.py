@@ -20,7 +20,8 @@ class LeapingScheduler(Scheduler):
         if len(running) > self.limits.token_budget:
             return 0
         steps = min(seq.params.max_tokens - len(seq.output) for seq in running) - 1
-        if steps < 1 or any(seq.num_pending != 1 for seq in running):
+        # One token pending and no output: the last of a prompt, whose first token is still to be seen.
+        if steps < 1 or any(seq.num_pending != 1 or not seq.output for seq in running):
             return 0
         # Each takes at most one block more than its whole ones: enough of them, or no leap at all.
         size = self._tables.pool.block_size

@@ -29,6 +29,12 @@ def test_the_same_with_and_without(layout: Layout, num_blocks: int) -> None:
     assert fast.tally.gaps.quantile(0.99) == pytest.approx(slow.tally.gaps.quantile(0.99), rel=0.05)
 
 
+def test_a_prompt_with_one_token_left_is_not_leapt_over() -> None:
+    cluster = Cluster(Layout(colocated=1), STAGES, Sizes(token_budget=64, chunk_tokens=64))
+    cluster.run(closed(8, Lengths(65, 20)), concurrency=2)
+    assert min(cluster.tally.ttft) > 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_nothing_is_left(layout: Layout) -> None:
     cluster = Cluster(layout, STAGES)
