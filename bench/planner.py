@@ -36,8 +36,8 @@ def main() -> int:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     minutes, gib, clock = usage.ru_utime / 60, usage.ru_maxrss / 2**20, (time.monotonic() - wall) / 60
     print(
-        f"{layout}, {asked.requests} requests: {minutes:.1f} min of one core ({clock:.1f} by the clock), {gib:.2f} GiB\n"
-        f"TTFT {seen.ttft_mean * 1e3:.1f} ms, TPOT {seen.tpot_mean * 1e3:.2f} ms, "
+        f"{layout}, {asked.requests} requests: {minutes:.1f} min of one core ({clock:.1f} by the clock), "
+        f"{gib:.2f} GiB\nTTFT {seen.ttft_mean * 1e3:.1f} ms, TPOT {seen.tpot_mean * 1e3:.2f} ms, "
         f"{seen.requests_s:.0f} requests/s, busy {', '.join(f'{k} {v:.0%}' for k, v in seen.utilisation.items())}"
     )
     return int(0 < asked.max_minutes < minutes or 0 < asked.max_gib < gib)

@@ -33,7 +33,7 @@ def empty() -> dict[str, Any]:
 
 
 async def calibrate(
-    driver: Driver, target: Target, out: dict[str, Any], longest: int, tell: Callable[[str], None]
+    driver: Driver, target: Target, out: dict[str, Any], longest: int, vocab: int, tell: Callable[[str], None]
 ) -> None:
     """Adds one target's points to `out`."""
     random = Random(11)
@@ -41,20 +41,20 @@ async def calibrate(
         out["chunk_tokens"] = target.sizes["chunk_tokens"]
         out["max_batch"] = target.sizes["max_running"]
     overheads: list[float] = []
-    async with _neighbour(driver, random, 32, 512 if target.has_pools else 0):
+    async with _neighbour(driver, random, vocab, 32, 512 if target.has_pools else 0):
         for length in (n for n in PROMPTS if n <= longest):
             tell(f"{target.mode.name}: prompts of {length}")
             for _ in range(REPEATS):
-                prompts = [ids(random, length) for _ in range(target.num_readers)]
+                prompts = [ids(random, length, vocab) for _ in range(target.num_readers)]
                 samples = await asyncio.gather(*(driver.send(prompt, 2) for prompt in prompts))
                 for sample in samples:
                     read_point(sample, target, length, out, overheads)
-    async with _neighbour(driver, random, 512, 1 if target.has_pools else 0):
+    async with _neighbour(driver, random, vocab, 512, 1 if target.has_pools else 0):
         for context in (n for n in CONTEXTS if n <= longest):
             for batch in BATCHES:
                 tell(f"{target.mode.name}: {batch} sequences a worker at {context} tokens")
                 count = batch * target.num_writers
-                prompts = [ids(random, context) for _ in range(count)]
+                prompts = [ids(random, context, vocab) for _ in range(count)]
                 samples = await asyncio.gather(*(driver.send(prompt, _enough(batch, context)) for prompt in prompts))
                 if (gap := together(samples)) is not None:
                     role = "decode" if target.has_pools else "colocated"
@@ -94,12 +94,12 @@ def together(samples: list[Sample]) -> float | None:
 
 
 @asynccontextmanager
-async def _neighbour(driver: Driver, random: Random, prompt: int, output: int) -> AsyncIterator[None]:
+async def _neighbour(driver: Driver, random: Random, vocab: int, prompt: int, output: int) -> AsyncIterator[None]:
     """Keeps the other pool at work; output 0: nobody."""
 
     async def again() -> None:
         while output:
-            sample = await driver.send(ids(random, prompt), output)
+            sample = await driver.send(ids(random, prompt, vocab), output)
             if not sample.is_good:
                 return
 

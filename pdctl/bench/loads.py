@@ -10,7 +10,7 @@ from random import Random
 
 from pdctl.bench.traces import MOONCAKE_BLOCK, Recorded
 
-LOWEST_ID, HIGHEST_ID = 1000, 30_000  # plain text in every vocabulary that is in use
+VOCAB = 30_000  # ids below that are plain text in every vocabulary that is in use
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class Shape:
     output: int
     shared: float = 0.0
     turns: int = 1
+    vocab: int = VOCAB
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,18 @@ class Loop:
         return f"{self.rate:g}/s{kind}" if self.rate else kind.strip()
 
 
-def ids(random: Random, count: int) -> list[int]:
-    return random.choices(range(LOWEST_ID, HIGHEST_ID), k=count)
+def ids(random: Random, count: int, vocab: int = VOCAB) -> list[int]:
+    """Special tokens stand first in a vocabulary: they are left out."""
+    return random.choices(range(min(1000, vocab // 4), vocab), k=count)
 
 
 def items(shape: Shape, loop: Loop, count: int, seed: int) -> list[Item]:
     random = Random(seed)
-    common = ids(random, round(shape.prompt * shape.shared))
+    common = ids(random, round(shape.prompt * shape.shared), shape.vocab)
     out, at = [], 0.0
     for _ in range(count):
-        prompt = common + ids(random, max(1, shape.prompt - len(common)))
-        then = [ids(random, shape.prompt) for _ in range(shape.turns - 1)]
+        prompt = common + ids(random, max(1, shape.prompt - len(common)), shape.vocab)
+        then = [ids(random, shape.prompt, shape.vocab) for _ in range(shape.turns - 1)]
         if loop.rate:
             at += _gap(random, loop)
         out.append(Item(prompt[: shape.prompt], shape.output, at, then))
@@ -75,7 +77,7 @@ def _gap(random: Random, loop: Loop) -> float:
     return random.gammavariate(form, 1 / (loop.rate * form))
 
 
-def from_trace(trace: Sequence[Recorded], rate: float, max_len: int, seed: int) -> list[Item]:
+def from_trace(trace: Sequence[Recorded], rate: float, max_len: int, seed: int, vocab: int = VOCAB) -> list[Item]:
     """The recorded lengths and gaps; with a rate, faster or slower. What exceeds `max_len` is cut, prompt first."""
     random, out = Random(seed), []
     span = trace[-1].at
@@ -83,15 +85,15 @@ def from_trace(trace: Sequence[Recorded], rate: float, max_len: int, seed: int) 
     for r in trace:
         output = min(r.output, max_len // 2) if max_len else r.output
         length = min(r.prompt, max_len - output) if max_len else r.prompt
-        out.append(Item(_with_prefix(random, r, length, seed), output, r.at * factor))
+        out.append(Item(_with_prefix(random, r, length, seed, vocab), output, r.at * factor))
     return out
 
 
-def _with_prefix(random: Random, recorded: Recorded, length: int, seed: int) -> list[int]:
+def _with_prefix(random: Random, recorded: Recorded, length: int, seed: int, vocab: int) -> list[int]:
     """Blocks of one name hold the same tokens: a prefix cache finds what it found when this was recorded."""
     tokens: list[int] = []
     for name in recorded.prefix:
         if len(tokens) >= length:
             break
-        tokens += ids(Random(seed * 1_000_003 + name), MOONCAKE_BLOCK)
-    return (tokens + ids(random, max(0, length - len(tokens))))[:length]
+        tokens += ids(Random(seed * 1_000_003 + name), MOONCAKE_BLOCK, vocab)
+    return (tokens + ids(random, max(0, length - len(tokens)), vocab))[:length]

@@ -1,15 +1,17 @@
 """`pdctl bench`: from the command line to a result, a report and an exit code."""
 
 import json
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdctl.bench import compare, criteria, term
 from pdctl.bench.cells import Key
-from pdctl.bench.loads import Loop, Shape
+from pdctl.bench.loads import VOCAB, Loop, Shape
 from pdctl.bench.report import html
 from pdctl.bench.session import Plan, Session
 from pdctl.bench.target import Mode, check_modes, parse_mode
@@ -48,6 +50,7 @@ class Asked:
     key: str = "none-needed"
     model: str = ""
     seed: int = 1
+    vocab: int = VOCAB
 
 
 def plan_of(asked: Asked) -> Plan:
@@ -70,7 +73,26 @@ def plan_of(asked: Asked) -> Plan:
         key=asked.key,
         model=asked.model,
         seed=asked.seed,
+        vocab=asked.vocab,
     )
+
+
+def rates_of(texts: Sequence[str]) -> tuple[float, ...]:
+    """ "2" is one rate, "1..8" doubles from one end to the other: 1, 2, 4, 8."""
+    rates: list[float] = []
+    for text in texts:
+        low, _, high = text.partition("..")
+        try:
+            rate, top = float(low), float(high or low)
+        except ValueError as error:
+            raise UsageError(f"--rate {text} is not like 2 or 1..16") from error
+        if not 0 < rate <= top:
+            raise UsageError(f"--rate {text}: rates are above 0, the lower one first")
+        while rate < top:
+            rates.append(rate)
+            rate *= 2
+        rates.append(top)
+    return tuple(rates)
 
 
 def _swept(mode: Mode, budgets: tuple[int, ...]) -> list[Mode]:
@@ -86,7 +108,7 @@ def _keys(asked: Asked) -> list[Key]:
     if not 0 <= asked.shared <= 1:
         raise UsageError("--shared is a share, 0 to 1")
     prompts = asked.prompts or (QUICK_PROMPTS if asked.is_quick else PROMPTS)
-    shapes = [Shape(prompt, output, asked.shared, asked.turns) for prompt in prompts]
+    shapes = [Shape(prompt, output, asked.shared, asked.turns, asked.vocab) for prompt in prompts]
     if asked.trace is not None:
         return [Key(Shape(0, 0), Loop(rate=r, trace=asked.trace)) for r in asked.rates or (0.0,)]
     if asked.rates and not asked.concurrencies:
@@ -101,6 +123,8 @@ def bench(asked: Asked, *, fail_on: tuple[str, ...], output: Path | None, report
     wanted = [criteria.parse(text) for text in fail_on]
     plan = plan_of(asked)
     progress = Progress()
+    # As Ctrl-C: whatever stack is up goes down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
     try:
         result = Session(plan, progress.show).run()
     finally:

@@ -18,7 +18,7 @@ from pdctl.bench import calibrate, cells
 from pdctl.bench.cells import Cell, Key
 from pdctl.bench.driver import Driver, Run
 from pdctl.bench.gauges import Gauges, watch
-from pdctl.bench.loads import Item, Loop, Shape, from_trace, items
+from pdctl.bench.loads import VOCAB, Item, Loop, Shape, from_trace, items
 from pdctl.bench.target import Mode, Stage, Target
 from pdctl.bench.traces import read as read_trace
 from pdctl.render import note
@@ -44,6 +44,7 @@ class Plan:
     key: str = "none-needed"
     model: str = ""
     seed: int = 1
+    vocab: int = VOCAB
 
     @property
     def num_runs(self) -> int:
@@ -76,7 +77,7 @@ class Session:
                 await self._warm_up(driver)
             if self._plan.is_calibrating and number == 0:
                 longest = max(key.shape.prompt for key in self._plan.keys)
-                await calibrate.calibrate(driver, target, self._calibration, longest, note)
+                await calibrate.calibrate(driver, target, self._calibration, longest, self._plan.vocab, note)
             for index, key in enumerate(self._plan.keys):
                 load = self._load(key, self._plan.seed + 1000 * number + index)
                 self._tell(self._num_done, self._plan.num_runs, f"{target.mode.name} {key}")
@@ -88,7 +89,7 @@ class Session:
         """The smallest and the longest prompt, twice: kernels chosen, memory touched, connections open."""
         longest = max(key.shape.prompt for key in self._plan.keys)
         for length in (WARM_UP[0], longest):
-            shape = Shape(length, WARM_UP[1])
+            shape = Shape(length, WARM_UP[1], vocab=self._plan.vocab)
             await driver.run(items(shape, Loop(concurrency=2), 4, seed=length), Loop(concurrency=2))
 
     async def _measure(self, driver: Driver, target: Target, key: Key, load: list[Item], cell: Cell) -> Run:
@@ -105,7 +106,7 @@ class Session:
     def _load(self, key: Key, seed: int) -> list[Item]:
         loop, plan = key.loop, self._plan
         if loop.trace is not None:
-            return from_trace(read_trace(loop.trace, plan.requests), loop.rate, plan.max_len, seed)
+            return from_trace(read_trace(loop.trace, plan.requests), loop.rate, plan.max_len, seed, plan.vocab)
         count = max(plan.requests, plan.waves * loop.concurrency) + loop.concurrency
         return items(key.shape, loop, count, seed)
 

@@ -7,7 +7,6 @@
 A profile's stack is called bench-NAME, listens on a free port, and is down again when the bench ends, however it ends.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from typing import Any
 
 from pdctl.bench.driver import Server
 from pdctl.client import Answered, Client, api_key
-from pdctl.exits import UsageError
+from pdctl.down import supervisor_of
+from pdctl.exits import Refused, UsageError
 from pdctl.profile import load
 from pdctl.render import note
 from pdctl.rundir import StackDir
@@ -132,6 +132,8 @@ class Stage:
         name = self._stack_name(mode)
         stack_dir = StackDir(self._root / name)
         options = [word for text in ("router.port=0", *mode.sets) for word in ("--set", text)]
+        if (stack := stack_dir.read()) is not None and not stack.is_over and supervisor_of(stack).is_alive:
+            raise Refused(f"{name} runs already: another bench, or what is left of one", help=f"pdctl down {name}")
         note(f"starting {mode.name} ({mode.what})")
         # Known before it is up: what a start that fails leaves behind is taken down too.
         self._up = Target(mode, Server("", "", ""))
@@ -153,10 +155,11 @@ class Stage:
 
     def _pdctl(self, words: list[str]) -> int:
         command = [sys.executable, "-P", "-m", "pdctl", "-q", "--state-dir", str(self._root), *words]
-        # stdout is this command's data; what up and down say is narration.
-        return subprocess.run(
-            command, stdout=sys.stderr.fileno(), timeout=UP_TIMEOUT_S, check=False, env=os.environ
-        ).returncode
+        # What up and down say is of no interest as long as they do what they should.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=UP_TIMEOUT_S, check=False)
+        if done.returncode:
+            note(done.stderr.strip())
+        return done.returncode
 
 
 def _model(url: str, key: str) -> str:

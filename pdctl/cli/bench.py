@@ -31,7 +31,7 @@ def bench(
     concurrency: Annotated[
         list[int] | None, typer.Option("-c", "--concurrency", help="closed loop; repeatable")
     ] = None,
-    rate: Annotated[list[float] | None, typer.Option(help="open loop, requests/s; repeatable")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help="open loop, requests/s, or 1..16; repeatable")] = None,
     burst: Annotated[float, typer.Option(help="of an open loop: 1 = Poisson, above: in bursts")] = 1.0,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Azure LLM, Mooncake or BurstGPT")] = None,
     shared: Annotated[float, typer.Option(help="share of the prompt that all requests have in common")] = 0.0,
@@ -46,6 +46,7 @@ def bench(
     key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="for URLs")] = "none-needed",
     model: Annotated[str, typer.Option(help="for URLs that do not say")] = "",
     seed: Annotated[int, typer.Option()] = 1,
+    vocab: Annotated[int, typer.Option(help="prompts are made of ids below this")] = 30_000,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(metavar="A.json B.json", help="two results")] = None,
     fail_on: Annotated[
         list[str] | None, typer.Option(metavar="CRITERION", help="such as ttft_p95>800ms: exit 8")
@@ -69,7 +70,7 @@ def bench(
         prompts=tuple(prompt or ()),
         output=output,
         concurrencies=tuple(concurrency or ()),
-        rates=tuple(rate or ()),
+        rates=run.rates_of(rate or ()),
         burst=burst,
         trace=trace,
         shared=shared,
@@ -86,5 +87,6 @@ def bench(
         key=key,
         model=model,
         seed=seed,
+        vocab=vocab,
     )
     return run.bench(asked, fail_on=criteria, output=out, report=report, as_json=as_json)

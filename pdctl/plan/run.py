@@ -90,7 +90,7 @@ def plan(asked: Asked, *, as_json: bool) -> int:
     search = Search(stages, load, slo, sizes_of(config, stages), count=asked.count)
     ratio = search.ratio()
     devices = asked.num_devices or ratio.prefill + ratio.decode
-    found = search.compare(devices, asked.thresholds, note)
+    found = search.compare(devices, asked.thresholds or _thresholds(load), note)
     value = _value(asked, search, found, slo, stages)
     if as_json:
         print_json(value)
@@ -108,6 +108,12 @@ def _load(asked: Asked) -> Load:
     if asked.prompt < 1 or asked.output < 1:
         raise UsageError("a plan needs --prompt and --output (tokens), or --trace FILE")
     return Load(Lengths(asked.prompt, asked.output, asked.spread), asked.rate, burst=asked.burst)
+
+
+def _thresholds(load: Load) -> tuple[int, ...]:
+    """A hybrid makes sense where lengths differ: below half of a mean prompt, and below a whole one."""
+    has_spread = load.lengths.spread > 0 or len({a.prompt for a in load.trace}) > 1
+    return (max(1, load.lengths.prompt // 2), load.lengths.prompt) if has_spread else ()
 
 
 def sizes_of(config: Config, stages: Stages) -> Sizes:

@@ -10,6 +10,7 @@ import pytest
 
 from pdctl.bench import compare, criteria, gauges, term
 from pdctl.bench.report import html
+from pdctl.bench.run import rates_of
 from pdctl.bench.stats import change, interval, quantile, spread
 from pdctl.bench.target import parse_mode
 from pdctl.cli.app import main
@@ -21,9 +22,9 @@ GRID = ["--prompt", "16", "--prompt", "64", "-c", "1", "-c", "3", "--output", "6
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Colocated: first token after 60 ms, then 10 ms each. Split: 30 ms, then 10 ms each."""
+    """Colocated: first token after 150 ms, then 10 ms each. Split: 30 ms, then 10 ms each."""
     file = tmp_path_factory.mktemp("bench") / "r.json"
-    with in_a_thread(first_s=0.06) as slow, in_a_thread(first_s=0.03) as fast:
+    with in_a_thread(first_s=0.15) as slow, in_a_thread(first_s=0.03) as fast:
         modes = ["--mode", f"colocated={slow.url}", "--mode", f"split={fast.url}"]
         assert main(["bench", *modes, *GRID, "-o", str(file), "--report", str(file.with_suffix(".html"))]) == 0
         assert sorted(map(str, slow.requests)) == sorted(map(str, fast.requests)), "the same load against each"
@@ -38,8 +39,9 @@ def test_cells(result: dict[str, Any]) -> None:
         assert cell["errors"] == 0
         assert cell["requests"] == 2 * max(3, 2 * cell["concurrency"])
         assert (cell["prompt_tokens"], cell["output_tokens"]) == (cell["prompt"], 6)
-        assert cell["ttft_ms"]["p50"] == pytest.approx(60 if cell["mode"] == "colocated" else 30, abs=15)
-        assert cell["tpot_ms"]["p50"] == pytest.approx(10, abs=4)
+        nominal = 150 if cell["mode"] == "colocated" else 30
+        assert nominal - 2 < cell["ttft_ms"]["p50"] < nominal + 60, "never early; late as the machine is busy"
+        assert 5 < cell["tpot_ms"]["p50"] < 40
         assert cell["dropped"] == 2 * cell["concurrency"]
 
 
@@ -53,7 +55,7 @@ def test_table_people_know(result: dict[str, Any]) -> None:
     text = compare.show(result)
     assert "colocated TTFT" in text
     assert "CHANGE" in text
-    assert "-5" in text or "-4" in text, "half the TTFT"
+    assert "-7" in text or "-6" in text or "-8" in text, "a fifth of the TTFT, and some noise"
 
 
 def test_report_is_whole_and_fetches_nothing(result: dict[str, Any]) -> None:
@@ -149,6 +151,12 @@ def test_statistics() -> None:
     assert low < middle < high
     assert middle == pytest.approx(1.0)
     assert spread([[0.1], []]).mean == pytest.approx(100)
+
+
+def test_ranges_of_rates() -> None:
+    assert rates_of(["0.5", "1..8", "3..7"]) == (0.5, 1, 2, 4, 8, 3, 6, 7)
+    with pytest.raises(UsageError, match="--rate fast"):
+        rates_of(["fast"])
 
 
 def test_modes() -> None:
