@@ -1,16 +1,15 @@
-"""Stage times for `pdctl plan`, each with its neighbours at work, as they are under load.
+"""Stage times for `pdctl plan`, each alone and with the other workers at work.
 
-    prefill    prompts of several lengths, one a reading worker, answers of one token. With pools: while the decode
-               worker writes.
-    decode     so many sequences a worker at several contexts; the median gap while all of them decode. With pools:
-               while the prefill worker reads.
-    transfer   what of it was left when the prompt was read, of the prompts above.
+    prefill    prompts of several lengths. The others idle; then read as many prompts, or write where there are pools
+    decode     so many sequences a worker at several contexts, the median gap while all of them decode. The others idle
+               (one sequence, where there are no pools); then decode as many, or read where there are pools
+    transfer   what of it was left when the prompt was read, of the prompts above
 
 These points are apart from the grid, so that `pdctl plan --check` grades cells that the model was not fitted on.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from statistics import median
@@ -32,34 +31,70 @@ def empty() -> dict[str, Any]:
     return {"prefill": [], "decode": [], "transfer": [], "router_s": 0.0, "chunk_tokens": 256}
 
 
-async def calibrate(
-    driver: Driver, target: Target, out: dict[str, Any], longest: int, vocab: int, tell: Callable[[str], None]
-) -> None:
+class Calibration:
     """Adds one target's points to `out`."""
-    random = Random(11)
-    if target.sizes:
-        out["chunk_tokens"] = target.sizes["chunk_tokens"]
-        out["max_batch"] = target.sizes["max_running"]
-    overheads: list[float] = []
-    async with _neighbour(driver, random, vocab, 32, 512 if target.has_pools else 0):
-        for length in (n for n in PROMPTS if n <= longest):
-            tell(f"{target.mode.name}: prompts of {length}")
+
+    def __init__(
+        self, driver: Driver, target: Target, out: dict[str, Any], vocab: int, tell: Callable[[str], None]
+    ) -> None:
+        self._driver, self._target, self._out, self._vocab, self._tell = driver, target, out, vocab, tell
+        self._random = Random(11)
+        self._overheads: list[float] = []
+        if target.sizes:
+            out["chunk_tokens"] = target.sizes["chunk_tokens"]
+            out["max_batch"] = target.sizes["max_running"]
+
+    async def run(self, longest: int) -> None:
+        prompts = [n for n in PROMPTS if n <= longest]
+        contexts = [n for n in CONTEXTS if n <= longest]
+        has_pools = self._target.has_pools
+        await self._prompts(prompts, 1, busy=0)
+        await self._decoding(contexts, BATCHES if has_pools else (1,), 1, busy=0)
+        if has_pools:
+            async with self._neighbour(32, 512):
+                await self._prompts(prompts, 1, busy=1)
+            async with self._neighbour(512, 1):
+                await self._decoding(contexts, BATCHES, 1, busy=1)
+        elif self._target.num_readers > 1:
+            await self._prompts(prompts, self._target.num_readers, busy=1)
+            await self._decoding(contexts, BATCHES, self._target.num_writers, busy=1)
+        self._out["router_s"] = round(max(0.0, median(self._overheads)), 6) if self._overheads else 0.0
+
+    async def _prompts(self, lengths: list[int], count: int, busy: int) -> None:
+        for length in lengths:
+            self._tell(f"{self._target.mode.name}: prompts of {length}, others {'busy' if busy else 'idle'}")
             for _ in range(REPEATS):
-                prompts = [ids(random, length, vocab) for _ in range(target.num_readers)]
-                samples = await asyncio.gather(*(driver.send(prompt, 2) for prompt in prompts))
-                for sample in samples:
-                    read_point(sample, target, length, out, overheads)
-    async with _neighbour(driver, random, vocab, 512, 1 if target.has_pools else 0):
-        for context in (n for n in CONTEXTS if n <= longest):
-            for batch in BATCHES:
-                tell(f"{target.mode.name}: {batch} sequences a worker at {context} tokens")
-                count = batch * target.num_writers
-                prompts = [ids(random, context, vocab) for _ in range(count)]
-                samples = await asyncio.gather(*(driver.send(prompt, _enough(batch, context)) for prompt in prompts))
+                for sample in await self._send(count, length, 2):
+                    read_point(sample, self._target, length, self._out, self._overheads, busy)
+
+    async def _decoding(self, contexts: list[int], batches: Sequence[int], workers: int, busy: int) -> None:
+        role = "decode" if self._target.has_pools else "colocated"
+        workers = self._target.num_writers if self._target.has_pools else workers
+        for context in contexts:
+            for batch in batches:
+                self._tell(f"{self._target.mode.name}: {batch} x {context} tokens, others {'busy' if busy else 'idle'}")
+                samples = await self._send(batch * workers, context, _enough(batch, context))
                 if (gap := together(samples)) is not None:
-                    role = "decode" if target.has_pools else "colocated"
-                    out["decode"].append([role, batch, context + DECODE_TOKENS / 2, round(gap, 6)])
-    out["router_s"] = round(max(0.0, median(overheads)), 6) if overheads else 0.0
+                    self._out["decode"].append([role, batch, context + DECODE_TOKENS / 2, round(gap, 6), busy])
+
+    async def _send(self, count: int, length: int, output: int) -> list[Sample]:
+        prompts = [ids(self._random, length, self._vocab) for _ in range(count)]
+        return list(await asyncio.gather(*(self._driver.send(prompt, output) for prompt in prompts)))
+
+    @asynccontextmanager
+    async def _neighbour(self, prompt: int, output: int) -> AsyncIterator[None]:
+        """Keeps the other pool at work."""
+
+        async def again() -> None:
+            while (await self._driver.send(ids(self._random, prompt, self._vocab), output)).is_good:
+                pass
+
+        task = asyncio.create_task(again())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def _enough(batch: int, context: int) -> int:
@@ -67,7 +102,9 @@ def _enough(batch: int, context: int) -> int:
     return DECODE_TOKENS + 2 * batch * (1 + context // 256)
 
 
-def read_point(sample: Sample, target: Target, length: int, out: dict[str, Any], overheads: list[float]) -> None:
+def read_point(
+    sample: Sample, target: Target, length: int, out: dict[str, Any], overheads: list[float], busy: int = 0
+) -> None:
     if not sample.is_good:
         return
     r, seconds = sample.record, sample.ttft
@@ -75,7 +112,7 @@ def read_point(sample: Sample, target: Target, length: int, out: dict[str, Any],
         seconds = (r["prefill_end_ms"] - r["prefill_start_ms"]) / 1e3
         overheads.append(sample.ttft - seconds)
     crossed = r.get("path") == "pd"
-    out["prefill"].append(["prefill" if crossed else "colocated", length, round(seconds, 6)])
+    out["prefill"].append(["prefill" if crossed else "colocated", length, round(seconds, 6), busy])
     if crossed and r.get("kv_ready_ms") is not None and r.get("prefill_end_ms") is not None:
         # After the last compute chunk only that chunk's KV is left to send.
         last = (length - 1) % int(out["chunk_tokens"]) + 1
@@ -91,21 +128,3 @@ def together(samples: list[Sample]) -> float | None:
     begin, end = max(s.times[1] for s in good), min(s.last for s in good)
     gaps = [b - a for s in good for a, b in zip(s.times, s.times[1:], strict=False) if a >= begin and b <= end]
     return median(gaps) if gaps else None
-
-
-@asynccontextmanager
-async def _neighbour(driver: Driver, random: Random, vocab: int, prompt: int, output: int) -> AsyncIterator[None]:
-    """Keeps the other pool at work; output 0: nobody."""
-
-    async def again() -> None:
-        while output:
-            sample = await driver.send(ids(random, prompt, vocab), output)
-            if not sample.is_good:
-                return
-
-    task = asyncio.create_task(again())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

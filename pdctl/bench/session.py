@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from pdctl.bench import calibrate, cells
+from pdctl.bench.calibrate import Calibration
 from pdctl.bench.cells import Cell, Key
 from pdctl.bench.driver import Driver, Run
 from pdctl.bench.gauges import Gauges, watch
@@ -58,6 +59,7 @@ class Session:
         self._cells = {(m.name, k): Cell(m.name, k) for m in plan.modes for k in plan.keys}
         self._targets: dict[str, Target] = {}
         self._calibration = calibrate.empty()
+        self._calibrated: set[bool] = set()  # kinds, with pools and without: a hybrid's workers are those of its pools
         self._num_done = 0
 
     def run(self) -> dict[str, Any]:
@@ -75,9 +77,11 @@ class Session:
         async with Driver(target.server) as driver:
             if is_new:
                 await self._warm_up(driver)
-            if self._plan.is_calibrating and number == 0:
+            if self._plan.is_calibrating and target.has_pools not in self._calibrated:
+                self._calibrated.add(target.has_pools)
                 longest = max(key.shape.prompt for key in self._plan.keys)
-                await calibrate.calibrate(driver, target, self._calibration, longest, self._plan.vocab, note)
+                points = Calibration(driver, target, self._calibration, self._plan.vocab, note)
+                await points.run(longest)
             for index, key in enumerate(self._plan.keys):
                 load = self._load(key, self._plan.seed + 1000 * number + index)
                 self._tell(self._num_done, self._plan.num_runs, f"{target.mode.name} {key}")
@@ -146,7 +150,9 @@ def derive(found: Sequence[Cell], targets: dict[str, Target], out: dict[str, Any
             cell.is_fitted = True
             role, batch = "decode" if target.has_pools else "colocated", loop.concurrency // target.num_writers
             gap = sorted(gaps)[len(gaps) // 2]
-            out["decode"].append([role, batch, shape.prompt + shape.output / 2, round(gap, 6)])
+            out["decode"].append(
+                [role, batch, shape.prompt + shape.output / 2, round(gap, 6), int(loop.concurrency > 1)]
+            )
 
 
 def box() -> dict[str, Any]:

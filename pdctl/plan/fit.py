@@ -2,9 +2,11 @@
 
 Sources, in a result's "calibration" (written by `pdctl bench`, more of them with --calibrate):
 
-    prefill     [role, tokens, seconds]            one prompt alone
-    decode      [role, batch, context, seconds]    a step: the median gap while `batch` sequences decode together
-    transfer    [tokens, bytes, seconds]           what of a transfer was left when the prompt was read
+    prefill     [role, tokens, seconds, busy]            a prompt that no other shares its worker with
+    decode      [role, batch, context, seconds, busy]    a step: the median gap while `batch` sequences decode together
+    transfer    [tokens, bytes, seconds]                 what of a transfer was left when the prompt was read
+
+`busy` is the share of the other workers that computed meanwhile: what it costs is fitted first, and taken out.
 """
 
 from collections.abc import Sequence
@@ -44,6 +46,13 @@ def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> li
 def fit(calibration: dict[str, Any], source: str) -> Stages:
     """Raises UsageError when it holds too little. A role without figures takes those of another."""
     chunk = int(calibration.get("chunk_tokens") or 256)
+    prompt_contention = contention(calibration.get("prefill", []))
+    decode_contention = contention(calibration.get("decode", []))
+    calibration = {
+        **calibration,
+        "prefill": _alone(calibration.get("prefill", []), prompt_contention),
+        "decode": _alone(calibration.get("decode", []), decode_contention),
+    }
     readers = {role: terms for role in ROLES if (terms := _reading(calibration, role, chunk))}
     writers = {role: terms for role in ROLES if (terms := _decoding(calibration, role))}
     if not readers or not writers:
@@ -65,7 +74,22 @@ def fit(calibration: dict[str, Any], source: str) -> Stages:
         source=source,
         chunk_tokens=chunk,
         max_batch=int(calibration.get("max_batch") or 64),
+        prompt_contention=prompt_contention,
+        decode_contention=decode_contention,
     )
+
+
+def contention(points: Sequence[Sequence[Any]]) -> float:
+    """By what share a step is longer while all others compute: the median over what was measured both ways."""
+    seen: dict[tuple[Any, ...], tuple[list[float], list[float]]] = {}
+    for *what, seconds, busy in points:
+        seen.setdefault(tuple(what), ([], []))[int(busy > 0.5)].append(float(seconds))
+    ratios = [median(loaded) / median(alone) for alone, loaded in seen.values() if alone and loaded]
+    return round(max(0.0, median(ratios) - 1), 4) if ratios else 0.0
+
+
+def _alone(points: Sequence[Sequence[Any]], share: float) -> list[list[Any]]:
+    return [[*what, seconds / (1 + share * busy)] for *what, seconds, busy in points]
 
 
 def _reading(calibration: dict[str, Any], role: str, chunk: int) -> Terms | None:

@@ -119,10 +119,18 @@ class Cluster:
                 self._at,
                 self._sampled_prompt if is_prefill else self._sampled,
                 self.tally.gaps,
+                self._slowdown if self._stages.has_contention else None,
                 self._can_leap,
             )
             for i in range(size)
         ]
+
+    def _slowdown(self, worker: SimWorker, is_decoding: bool) -> float:
+        """By those who compute as this step begins, `worker` not counted."""
+        workers = (*self._readers, *self._writers)
+        busy = sum(other.is_computing for other in workers if other is not worker)
+        most = self._stages.decode_contention if is_decoding else self._stages.prompt_contention
+        return 1 + most * busy / max(1, len(workers) - 1)
 
     # The event loop
 

@@ -55,6 +55,13 @@ class Stages:
     source: str = "given"
     chunk_tokens: int = 2048
     max_batch: int = 64
+    # Cores of one socket share its memory: a step takes so much longer (a share) while all the others compute.
+    prompt_contention: float = 0.0
+    decode_contention: float = 0.0
+
+    @property
+    def has_contention(self) -> bool:
+        return self.prompt_contention > 0 or self.decode_contention > 0
 
     def transfer_s(self, num_tokens: int) -> float:
         return self.kv_token_bytes * num_tokens / self.link_bytes_s + self.link_latency_s

@@ -80,6 +80,7 @@ class SimWorker:
         at: Callable[[float, Callable[[int], None], int], None],
         sampled: Callable[["SimWorker", Step], None],
         gaps: Gaps,
+        slowdown: Callable[["SimWorker", bool], float] | None = None,
         can_leap: bool = True,
     ) -> None:
         self.index = index
@@ -92,12 +93,17 @@ class SimWorker:
         self._at = at
         self._sampled = sampled
         self._gaps = gaps
-        self._can_leap = can_leap
+        self._slowdown = slowdown
+        self._can_leap = can_leap and slowdown is None  # what the others do may change during a leap
         self._batch: Batch | None = None
         self._leap: Leap | None = None
         self._version = 0  # of the event that ends the step under way; older ones are void
         self._is_decoding = False  # the batch under way holds no prompt
         self.after_step: Callable[[SimWorker], None] = lambda worker: None
+
+    @property
+    def is_computing(self) -> bool:
+        return self._batch is not None or self._leap is not None
 
     def interrupt(self) -> None:
         """Before a message is handled: makes the scheduler's state that of now."""
@@ -141,7 +147,8 @@ class SimWorker:
                 num_prompt += n
                 prompt_context += n * (piece.start + n / 2)
         self._is_decoding = not num_prompt
-        return self._model.step_s(num_prompt, prompt_context, num_decoding, context)
+        seconds = self._model.step_s(num_prompt, prompt_context, num_decoding, context)
+        return seconds if self._slowdown is None else seconds * self._slowdown(self, self._is_decoding)
 
     def _finish(self, version: int) -> None:
         if version != self._version or self._batch is None:

@@ -1,12 +1,15 @@
 """A stage model that made the figures is found again from them, and a prediction is graded."""
 
+from typing import Any
+
 import pytest
 
 from pdctl.exits import UsageError
 from pdctl.plan import check
 from pdctl.plan.fit import fit, nonnegative
+from pdctl.plan.loads import Lengths, closed
 from pdctl.plan.roofline import estimate
-from pdctl.plan.sim import Sizes
+from pdctl.plan.sim import Cluster, Layout, Sizes
 from pdctl.plan.stages import Stages, StepModel
 
 TRUE = StepModel(
@@ -15,11 +18,11 @@ TRUE = StepModel(
 CHUNK = 256
 
 
-def calibration() -> dict[str, object]:
+def calibration() -> dict[str, Any]:
     return {
         "chunk_tokens": CHUNK,
-        "prefill": [["colocated", n, TRUE.prefill_s(n, CHUNK)] for n in (128, 256, 512, 1024, 2048)],
-        "decode": [["colocated", b, c, TRUE.decode_s(b, c)] for b in (1, 2, 4, 8) for c in (128, 1024, 2048)],
+        "prefill": [["colocated", n, TRUE.prefill_s(n, CHUNK), 0] for n in (128, 256, 512, 1024, 2048)],
+        "decode": [["colocated", b, c, TRUE.decode_s(b, c), 0] for b in (1, 2, 4, 8) for c in (128, 1024, 2048)],
         "transfer": [[256, 256 * 23_000, 0.002 + 256 * 23_000 / 1e9], [128, 128 * 23_000, 0.002 + 128 * 23_000 / 1e9]],
     }
 
@@ -35,6 +38,20 @@ def test_terms_are_found_again() -> None:
     assert found.kv_token_bytes == pytest.approx(23_000)
 
 
+def test_contention_is_found_and_taken_out() -> None:
+    both: dict[str, Any] = calibration()
+    both["decode"] += [[role, b, c, s * 1.7, 1] for role, b, c, s, _ in both["decode"]]
+    both["prefill"] += [[role, n, s * 1.2, 1] for role, n, s, _ in both["prefill"]]
+    found, alone = fit(both, "made up"), fit(calibration(), "made up")
+    assert (found.prompt_contention, found.decode_contention) == pytest.approx((0.2, 0.7))
+    assert found.decode.decode_s(4, 700) == pytest.approx(alone.decode.decode_s(4, 700), rel=0.02)
+    two = Cluster(Layout(colocated=2), found, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK))
+    one = Cluster(Layout(colocated=2), found, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK))
+    lengths = Lengths(200, 20)
+    slow, fast = two.run(closed(40, lengths), concurrency=2), one.run(closed(20, lengths), concurrency=1)
+    assert 1.3 < slow.tpot_mean / fast.tpot_mean < 1.75, "the other core is at work most of the time"
+
+
 def test_no_term_is_negative() -> None:
     assert nonnegative([(1, 1), (1, 2), (1, 3)], [3, 2, 1])[1] == 0
     assert min(nonnegative([(1, 1), (1, 2), (1, 3)], [1, 4, 7])) == 0
@@ -42,7 +59,7 @@ def test_no_term_is_negative() -> None:
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(UsageError, match="no calibration of decoding"):
-        fit({"prefill": [["prefill", 100, 0.1]]}, "x.json")
+        fit({"prefill": [["prefill", 100, 0.1, 0]]}, "x.json")
 
 
 def test_stages_survive_json() -> None:
