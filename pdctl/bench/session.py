@@ -79,9 +79,8 @@ class Session:
                 await self._warm_up(driver)
             if self._plan.is_calibrating and target.has_pools not in self._calibrated:
                 self._calibrated.add(target.has_pools)
-                longest = max(key.shape.prompt for key in self._plan.keys)
                 points = Calibration(driver, target, self._calibration, self._plan.vocab, note)
-                await points.run(longest)
+                await points.run(self._longest())
             for index, key in enumerate(self._plan.keys):
                 load = self._load(key, self._plan.seed + 1000 * number + index)
                 self._tell(self._num_done, self._plan.num_runs, f"{target.mode.name} {key}")
@@ -89,10 +88,14 @@ class Session:
                 cell.runs.append(await self._measure(driver, target, key, load, cell))
                 self._num_done += 1
 
+    def _longest(self) -> int:
+        """Prompt of the grid; a trace has its own lengths, and calibrates the usual ones."""
+        grid = max(key.shape.prompt for key in self._plan.keys)
+        return grid or min(calibrate.PROMPTS[-1], self._plan.max_len or calibrate.PROMPTS[-1])
+
     async def _warm_up(self, driver: Driver) -> None:
         """The smallest and the longest prompt, twice: kernels chosen, memory touched, connections open."""
-        longest = max(key.shape.prompt for key in self._plan.keys)
-        for length in (WARM_UP[0], longest):
+        for length in (WARM_UP[0], self._longest()):
             shape = Shape(length, WARM_UP[1], vocab=self._plan.vocab)
             await driver.run(items(shape, Loop(concurrency=2), 4, seed=length), Loop(concurrency=2))
 
@@ -119,7 +122,8 @@ class Session:
         found = [cell for cell in self._cells.values() if cell.runs]
         if not plan.is_calibrating:
             derive(found, self._targets, self._calibration)
-        sizes = next((t.sizes for t in self._targets.values() if t.has_pools), None)
+        targets = sorted(self._targets.values(), key=lambda t: not t.has_pools)
+        sizes = next((t.sizes for t in targets if t.sizes), None)
         return {
             "version": 1,
             "kind": "bench",

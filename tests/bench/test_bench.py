@@ -112,6 +112,19 @@ def test_nothing_served_is_a_miss() -> None:
         assert main(words.split()) == 8
 
 
+def test_trace_against_both(tmp_path: Path) -> None:
+    trace, out = tmp_path / "t.jsonl", tmp_path / "r.json"
+    rows = [{"timestamp": 100 * n, "input_length": 30 + n, "output_length": 3} for n in range(20)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    with in_a_thread(first_s=0.02) as one, in_a_thread(first_s=0.01) as two:
+        modes = f"--mode colocated={one.url} --mode b={two.url}".split()
+        words = ["--trace", str(trace), "--rate", "40", "--rounds", "1", "--requests", "20", "--max-len", "64"]
+        assert main(["bench", *modes, *words, "-o", str(out), "--report", str(tmp_path / "r.html")]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [(c["trace"], c["requests"], c["rate"]) for c in cells] == [("t.jsonl", 18, 40.0)] * 2
+    assert all(c["requests_s"] == pytest.approx(40, rel=0.4) for c in cells)
+
+
 def advised(share: float, busy: dict[str, float], changes: dict[int, float]) -> list[str]:
     cells = []
     for prompt, factor in changes.items():
