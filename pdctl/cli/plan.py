@@ -29,7 +29,7 @@ def plan(
     device: Annotated[str, typer.Option(help="likewise")] = "h200",
     devices: Annotated[int, typer.Option(help="how many there are; default: as the ratio needs")] = 0,
     threshold: Annotated[list[int] | None, typer.Option(help="hybrid.threshold_tokens to try; repeatable")] = None,
-    requests: Annotated[int, typer.Option(help="simulated for each probe")] = 400,
+    requests: Annotated[int, typer.Option(help="simulated for each probe, more with more devices")] = 400,
     check: Annotated[Path | None, typer.Option(metavar="RESULT", help="predicted against measured")] = None,
     as_json: AsJson = False,
 ) -> int:

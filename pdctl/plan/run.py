@@ -8,6 +8,7 @@ from typing import Any
 from pdctl.bench.traces import read as read_trace
 from pdctl.exits import UsageError
 from pdctl.plan import check, words
+from pdctl.plan.arithmetic import best_ratio, rates
 from pdctl.plan.fit import fit
 from pdctl.plan.loads import Arrival, Lengths
 from pdctl.plan.roofline import estimate
@@ -87,9 +88,10 @@ def plan(asked: Asked, *, as_json: bool) -> int:
         config.slo.ttft_p95 if asked.ttft_s is None else asked.ttft_s,
         config.slo.tpot_p95 if asked.tpot_s is None else asked.tpot_s,
     )
-    search = Search(stages, load, slo, sizes_of(config, stages), count=asked.count)
-    ratio = search.ratio()
+    ratio = best_ratio(rates(stages, load.lengths.prompt, load.lengths.output))
     devices = asked.num_devices or ratio.prefill + ratio.decode
+    # More devices serve the same number in less time: without more requests a growing queue would not be seen.
+    search = Search(stages, load, slo, sizes_of(config, stages), count=max(asked.count, asked.count * devices // 4))
     found = search.compare(devices, asked.thresholds or _thresholds(load), note)
     value = _value(asked, search, found, slo, stages)
     if as_json:
