@@ -184,10 +184,10 @@ def _side(found: list[Pair], base: str, other: str) -> str:
         parts.append(f"{label} better in {_where(wins)}, worse in {_where(losses)}")
     tails = [p.other["itl_ms"]["p99"] / p.base["itl_ms"]["p99"] for p in found if p.base["itl_ms"]["p99"]]
     tail = f"; p99 gap {median(tails):.2f} times that of {base} (median cell)" if tails else ""
+    few = sum(min(p.base["requests"], p.other["requests"]) < ENOUGH for p in found)
+    thin = f" ({few} of them with under {ENOUGH} requests, too few to tell: raise --requests or --limit)" if few else ""
     rates = median(p.change("requests_s") for p in found)
-    return (
-        f"{other} against {base}, {len(found)} cells: {'; '.join(parts)}{tail}; requests/s {rates:+.0%} (median cell)"
-    )
+    return f"{other} against {base}, {len(found)} cells{thin}: {'; '.join(parts)}{tail}; requests/s {rates:+.0%} (median cell)"
 
 
 def _where(found: list[Pair]) -> str:

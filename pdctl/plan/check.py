@@ -30,9 +30,12 @@ class Graded:
     is_fitted: bool
     values: dict[str, tuple[float, float]]
 
-    def error(self, quantity: str) -> float:
+    def error(self, quantity: str) -> float | None:
+        """As a share of what was measured; None where that is 0 and the prediction is not."""
         predicted, measured = self.values[quantity]
-        return (predicted - measured) / measured if measured else 0.0
+        if measured:
+            return (predicted - measured) / measured
+        return None if predicted else 0.0
 
 
 def grade(result: dict[str, Any], stages: Stages, sizes: Sizes) -> list[Graded]:
@@ -69,7 +72,8 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
 def medians(graded: list[Graded]) -> dict[str, float]:
     """Median absolute error over the cells that were not fitted (over all, where all were)."""
     held_out = [g for g in graded if not g.is_fitted] or graded
-    return {q: median(abs(g.error(q)) for g in held_out) for q in QUANTITIES}
+    errors = {q: [abs(e) for g in held_out if (e := g.error(q)) is not None] for q in QUANTITIES}
+    return {q: median(seen) if seen else 0.0 for q, seen in errors.items()}
 
 
 def ranking(graded: list[Graded]) -> tuple[int, int]:
@@ -112,11 +116,15 @@ def to_json(graded: list[Graded], source: str) -> dict[str, Any]:
     }
 
 
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.0%}"
+
+
 def show(graded: list[Graded]) -> str:
     rows = []
     for g in graded:
         load = f"c={g.concurrency}" if g.concurrency else f"{g.rate:g}/s"
-        cells = [f"{g.values[q][0]:.4g} / {g.values[q][1]:.4g}  {g.error(q):+.0%}" for q in QUANTITIES]
+        cells = [f"{g.values[q][0]:.4g} / {g.values[q][1]:.4g}  {_percent(g.error(q))}" for q in QUANTITIES]
         rows.append([g.mode, str(g.prompt), load, *cells, "fitted" if g.is_fitted else ""])
     header = ("MODE", "PROMPT", "LOAD", "TTFT MS", "TPOT MS", "GOODPUT/S", "")
     right, total = ranking(graded)
