@@ -187,7 +187,8 @@ def _side(found: list[Pair], base: str, other: str) -> str:
     few = sum(min(p.base["requests"], p.other["requests"]) < ENOUGH for p in found)
     thin = f" ({few} of them with under {ENOUGH} requests, too few to tell: raise --requests or --limit)" if few else ""
     rates = median(p.change("requests_s") for p in found)
-    return f"{other} against {base}, {len(found)} cells{thin}: {'; '.join(parts)}{tail}; requests/s {rates:+.0%} (median cell)"
+    throughput = f"requests/s {rates:+.0%} (median cell)"
+    return f"{other} against {base}, {len(found)} cells{thin}: {'; '.join(parts)}{tail}; {throughput}"
 
 
 def _where(found: list[Pair]) -> str:

@@ -156,7 +156,7 @@ def _cdf(title: str, cells: list[dict[str, Any]], name: str, objective: float) -
             is_light = len(own) > 1 and cell is own[0]
             load = compare.name_of(cell)
             label = f"{mode}, {'concurrency ' + load if cell['concurrency'] else load}"
-            series.append(Series(label, [(v, s) for v, s in cell[name]], colour, is_light, is_step=True))
+            series.append(Series(label, [(v, s) for v, s in cell[name]], colour, int(is_light), is_step=True))
     x = axis("ms", [v for s in series for v, _ in s.points], is_log=True)
     return lines(title, series, x, axis("share of them", [1.0], high=1.02), [(objective, "objective")])
 
@@ -178,8 +178,7 @@ def _curve(result: dict[str, Any], quantity: str, label: str) -> str:
             ]
             points = sorted((_weight(c), float(c[quantity])) for c in own)
             if points:
-                place = colour * len(prompts) + dash
-                series.append(Series(f"{mode}, prompt {prompt}", points, place, bool(colour % 2), has_dots=True))
+                series.append(Series(f"{mode}, prompt {prompt}", points, colour, dash, has_dots=True))
     x = axis("requests/s sent" if is_open else "concurrency", [v for s in series for v, _ in s.points])
     y = axis(label, [v for s in series for _, v in s.points])
     return lines(f"Goodput against {'rate' if is_open else 'concurrency'}", series, x, y)
@@ -193,8 +192,7 @@ def _frontier(result: dict[str, Any]) -> str:
             own = [c for c in result["cells"] if c["mode"] == mode and c["prompt"] == prompt and c["itl_ms"]["p99"]]
             points = sorted((float(c["itl_ms"]["p99"]), float(c["requests_s"])) for c in own)
             if points:
-                place = colour * len(prompts) + dash
-                series.append(Series(f"{mode}, prompt {prompt}", points, place, bool(colour % 2), has_dots=True))
+                series.append(Series(f"{mode}, prompt {prompt}", points, colour, dash, has_dots=True))
     if not series:
         return ""
     x = axis("p99 gap between tokens, ms", [v for s in series for v, _ in s.points], is_log=True)
@@ -256,7 +254,7 @@ def _shares(timeline: list[dict[str, float]]) -> list[dict[str, float]]:
 def _gauges(title: str, timeline: list[dict[str, float]], names: tuple[str, ...], label: str) -> str:
     keys = sorted({k for point in timeline for k in point if k.partition(".")[2] in names})
     series = [
-        Series(k.replace(".", " "), [(p["t"], p[k]) for p in timeline if k in p], i, bool(i % 2), is_step=True)
+        Series(k.replace(".", " "), [(p["t"], p[k]) for p in timeline if k in p], i, i % 2, is_step=True)
         for i, k in enumerate(keys)
     ]
     x = axis("seconds", [p["t"] for p in timeline])

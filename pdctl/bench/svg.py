@@ -1,7 +1,7 @@
 """Charts as inline SVG, with nothing but strings: lines over axes, and horizontal bars.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers too; a second set of series is dashed, so that a print
-in black and white still reads.
+Colours are Okabe and Ito's, told apart by colour-blind readers too; what belongs to one colour differs by
+its dashes, which a print in black and white shows too.
 """
 
 import math
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+DASHES = (("solid", ""), ("dashed", "6 3"), ("dotted", "2 3"), ("double", "12 3 2 3"))  # in the legend, in the plot
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 42, 46
@@ -20,7 +21,7 @@ class Series:
     label: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
-    is_dashed: bool = False
+    dash: int = 0
     is_step: bool = False
     has_dots: bool = False
 
@@ -67,11 +68,13 @@ def lines(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
         if s.is_step:
             points = [q for a, b in pairwise(points) for q in (a, (b[0], a[1]))] + points[-1:]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        colour, dash = COLOURS[s.colour % len(COLOURS)], ' stroke-dasharray="6 3"' if s.is_dashed else ""
-        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        colour, dash = COLOURS[s.colour % len(COLOURS)], DASHES[s.dash % len(DASHES)][1]
+        body.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
+        )
         if s.has_dots:
             body += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
-    return _figure(body, HEIGHT, legend([(s.label, s.colour, s.is_dashed) for s in series]))
+    return _figure(body, HEIGHT, legend([(s.label, s.colour, s.dash) for s in series]))
 
 
 def bars(
@@ -97,13 +100,13 @@ def bars(
                 f"<title>{escape(name)} {stop - start:.1f} ms</title></rect>"
             )
     body.append(f'<text x="{left + inner / 2:.0f}" y="{height - 8}" class="label mid">{escape(label)}</text>')
-    return _figure(body, height, legend([(name, i, False) for i, name in enumerate(names)]))
+    return _figure(body, height, legend([(name, i, 0) for i, name in enumerate(names)]))
 
 
-def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
+def legend(entries: Sequence[tuple[str, int, int]]) -> str:
     items = []
-    for label, colour, is_dashed in entries:
-        style = "dashed" if is_dashed else "solid"
+    for label, colour, dash in entries:
+        style = DASHES[dash % len(DASHES)][0]
         items.append(
             f'<span><i style="border-top:3px {style} {COLOURS[colour % len(COLOURS)]}"></i>{escape(label)}</span>'
         )
