@@ -18,7 +18,7 @@ from pdctl.bench.driver import Driver, Server
 from pdctl.bench.loads import ids
 from tests.stack.harness import COLOCATED, PD, ROOT, running
 
-ROUNDS = 10
+ROUNDS = 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -74,9 +74,10 @@ async def test_agrees_with_openai_on_a_real_stack(smollm2_dir: Path, tmp_path: P
                 pair = await asyncio.gather(by_driver(driver, one, 24), by_openai(client, two, 24))
                 for which, (_, tpot) in enumerate(pair):
                     tpots[which].append(tpot)
-    for ours, theirs in (ttfts, tpots):
-        # The first round opens connections.
-        assert statistics.median(ours[1:]) == pytest.approx(statistics.median(theirs[1:]), rel=0.03)
+    # Of TTFT the least: what another process on this machine adds to one of them says nothing about the two clients.
+    assert min(ttfts[0]) == pytest.approx(min(ttfts[1]), rel=0.03)
+    # The first round opens connections.
+    assert statistics.median(tpots[0][1:]) == pytest.approx(statistics.median(tpots[1][1:]), rel=0.03)
 
 
 async def by_driver(driver: Driver, prompt: list[int], count: int) -> tuple[float, float]:
