@@ -21,6 +21,7 @@ from server.router.errors import ApiError, context_too_long
 from server.router.openai import Request, pick_seed, sampling
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
+from server.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,14 @@ class Job:
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
+    tenant: str = ""  # whose key it came with
+    handle: str = ""  # of the conversation's last turn, if the client sent one
+    workers: list[Worker] = field(default_factory=list)  # that give the output
+
+    @property
+    def next_handle(self) -> str:
+        """Names the worker that will hold this conversation's KV, for the next turn."""
+        return f"{self.workers[0].name}.{self.workers[0].instance[:12]}" if self.workers else ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -157,11 +166,12 @@ class Generator:
         )
         stop: str | int | None = None
         last_id = -1
-        route = self._dispatcher.choose(len(prompt))
-        attempt = self._dispatcher.open(
-            route, prompt, params, record, salt=request.cache_salt or "", deadline_s=self._timeout_s
-        )
+        # Prefixes are shared by those who use the same key and salt, and nobody else.
+        salt = "/".join(filter(None, (job.tenant, request.cache_salt)))
+        plan = self._dispatcher.choose(prompt, salt, job.handle)
+        attempt = self._dispatcher.open(plan, prompt, params, record, salt=salt, deadline_s=self._timeout_s)
         async with attempt:
+            job.workers.append(attempt.route.worker)
             while (token := await attempt.next()) is not None:
                 last_id = token.id
                 delta = decoder.feed(token)
@@ -184,6 +194,7 @@ class Generator:
         for record in job.records:
             if record.path:
                 _observe(metrics, record)
+                self._dispatcher.observe(record)
         first = job.records[0] if job.records else Record(arrival=job.arrival)
         fields = {
             "id": job.id,
@@ -226,6 +237,8 @@ def _observe(metrics: RouterMetrics, record: Record) -> None:
     for name in ("prefill_queue", "grant_wait", "transfer", "decode_queue"):
         if stages[f"{name}_ms"] is not None:
             seconds[name].observe(stages[f"{name}_ms"] / 1000)
+    if stages["prefill_start_ms"] is not None and stages["prefill_end_ms"] is not None:
+        seconds["prefill"].observe((stages["prefill_end_ms"] - stages["prefill_start_ms"]) / 1000)
     for name in ("kv_bytes", "wire_bytes", "resends"):
         getattr(metrics, name).inc(stages[name] or 0)
 
