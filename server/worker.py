@@ -381,9 +381,10 @@ class Worker(Generic[E]):
         device = Utilisation(bool(self.boot.config.pool(self.role).gpus))
         while True:
             await asyncio.sleep(LOAD_S)
-            now = self.clock()
-            share = (self._busy_s - busy_before) / max(1e-6, now - then)
-            busy_before, then = self._busy_s, now
+            # The step under way too: one that lasts longer than this interval would show as idle, then as clipped.
+            now, busy = self.clock(), self._busy_s + self.engine.step_age_s
+            share = max(0.0, busy - busy_before) / max(1e-6, now - then)
+            busy_before, then = busy, now
             try:
                 self.ledger.prune(now)
                 self.tick(now)

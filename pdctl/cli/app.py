@@ -73,9 +73,9 @@ def _load_commands() -> None:
     """In the order of the help; once a process."""
     if app.registered_commands:
         return
-    from pdctl.cli import profiles, run, stack, talk, tune
+    from pdctl.cli import bench, plan, profiles, run, stack, talk, tune
 
-    for module in (run, stack, tune, talk, profiles):
+    for module in (run, stack, tune, talk, bench, plan, profiles):
         module.register(app)
 
 
