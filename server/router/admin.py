@@ -19,11 +19,12 @@ from starlette.routing import Route
 from server.metrics import RouterMetrics, Sample
 from server.router.app import guarded
 from server.router.dispatch import Dispatcher
-from server.router.errors import ApiError, unavailable
+from server.router.errors import ApiError, bad_request, unavailable
 from server.router.http import Keys, json_response
 from server.router.probe import Prober
 from server.router.spec import openapi
-from server.router.timing import Recent
+from server.router.stats import Stats
+from server.router.timing import KEPT, Recent
 from server.router.workers import Worker
 
 
@@ -70,6 +71,7 @@ class Admin:
         prober: Prober,
         metrics: RouterMetrics,
         recent: Recent,
+        stats: Stats,
         keys: Keys,
         names: list[str],
     ) -> None:
@@ -78,6 +80,7 @@ class Admin:
         self._prober = prober
         self._metrics = metrics
         self._recent = recent
+        self._stats = stats
         self._keys = keys
         self._names = names
         self._started = time.time()
@@ -93,6 +96,7 @@ class Admin:
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.spec),
             Route("/admin/state", guarded(self.state)),
+            Route("/admin/requests", guarded(self.requests)),
             Route("/admin/requests/{name}", guarded(self.request)),
         ]
 
@@ -143,7 +147,16 @@ class Admin:
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
         # Knobs are not changed here yet: the profile is revision 1.
-        return json_response({"version": 1, "rev": 1, "router": router, "routes": routes, "workers": workers})
+        body = {"version": 1, "rev": 1, "router": router, "routes": routes, "workers": workers}
+        return json_response({**body, "stats": self._stats.as_dict()})
+
+    async def requests(self, request: Request) -> Response:
+        """The newest first, those under way among them. `?limit=100`"""
+        self._keys.check(request.headers)
+        limit = request.query_params.get("limit", "100")
+        if not limit.isdecimal() or not 0 < int(limit) <= KEPT:
+            raise bad_request("limit", f"limit: a number from 1 to {KEPT}")
+        return json_response({"version": 1, "requests": self._recent.rows(int(limit))})
 
     async def request(self, request: Request) -> Response:
         self._keys.check(request.headers)

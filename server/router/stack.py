@@ -23,6 +23,7 @@ from server.router.dispatch import Dispatcher
 from server.router.generate import Generator
 from server.router.http import Gate, Keys
 from server.router.probe import Prober
+from server.router.stats import Stats
 from server.router.text import Text
 from server.router.timing import Recent
 from server.router.workers import Workers
@@ -55,10 +56,11 @@ class Stack:
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
+        stats = Stats((config.slo.ttft_p95, config.slo.tpot_p95))
         names = config.served_names
         api = Api(
             text,
-            Generator(text, dispatcher, metrics, recent, config.router.request_timeout),
+            Generator(text, dispatcher, metrics, recent, stats, config.router.request_timeout),
             names,
             config.router.keepalive_s,
         )
@@ -68,6 +70,7 @@ class Stack:
             prober=prober,
             metrics=metrics,
             recent=recent,
+            stats=stats,
             keys=Keys(_keys(config.router.admin_key_file) or [secret]),
             names=names,
         )
