@@ -97,7 +97,7 @@ def follow(
     files: Sequence[tuple[str, Path]], *, pause: Callable[[float], None] = time.sleep, is_over: Callable[[], bool]
 ) -> Iterator[Line]:
     """New lines as they come, over rotations, until `is_over`."""
-    followers = [_Follower(process, file) for process, file in files]
+    followers = [Follower(process, file) for process, file in files]
     while True:
         ended = is_over()
         for follower in followers:
@@ -107,7 +107,9 @@ def follow(
         pause(0.2)
 
 
-class _Follower:
+class Follower:
+    """One log file over its rotations, from where it ends now."""
+
     def __init__(self, process: str, file: Path) -> None:
         self._process = process
         self._path = file
