@@ -222,6 +222,7 @@ class Supervisor:
             addresses={worker.name: f"unix:{sockets}/{worker.name}.sock" for worker in self._config.workers},
             listen_fd=listen_fd,
             status_fd=status_fd,
+            run_id=self._stack.run_id,
         )
         file.touch(mode=0o600)
         boot.save(file)

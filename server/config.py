@@ -42,6 +42,10 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 Auto = Literal["auto"]
 Role = Literal["prefill", "decode", "colocated"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
+# Measured on one AVX-512 core: prefill is fastest at 128-256 tokens a forward (docs/benchmarks.md).
+CPU_TOKENS = 256
+GPU_BUDGET = 2048
+GPU_CHUNK = 1024
 AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
@@ -96,6 +100,19 @@ class Pool(Section):
         if self.workers and devices and len(devices) % self.workers:
             raise ValueError(f"{len(devices)} devices cannot be shared out evenly among {self.workers} workers")
         return self
+
+    @property
+    def budget(self) -> int:
+        """token_budget, "auto" resolved by device."""
+        if isinstance(self.token_budget, int):
+            return self.token_budget
+        return GPU_BUDGET if self.gpus else CPU_TOKENS
+
+    @property
+    def chunk(self) -> int:
+        """chunk_tokens, "auto" resolved by device, and never more than a step's budget."""
+        auto = GPU_CHUNK if self.gpus else CPU_TOKENS
+        return min(self.budget, auto if self.chunk_tokens == "auto" else self.chunk_tokens)
 
     def devices_of(self, index: int) -> tuple[list[int], list[int]]:
         """(gpus, cpus) of worker `index`."""
@@ -185,6 +202,7 @@ class AutoRevert(Section):
 class Tune(Section):
     """Limits on live changes. None: no limit."""
 
+    read_only: bool = Field(False, description="refuse every live change")
     min_interval: Seconds | None = Field(None, description="between two changes of one knob")
     max_step: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="share of the value, 0.5 = +-50 %")
     auto_revert: AutoRevert | None = None

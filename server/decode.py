@@ -285,6 +285,9 @@ class DecodeWorker(Worker[DecodeEntry]):
     def after_step(self) -> None:
         self._grant()
 
+    def turn(self) -> None:
+        self._grant()  # a mark may have moved
+
     def tick(self, now: float) -> None:
         for entry in self.ledger:
             if entry.lease and now > entry.lease:

@@ -141,6 +141,14 @@ class AbortAck(Message, frozen=True):
     id: SeqId
 
 
+class SetKnobs(Message, frozen=True):
+    """router -> worker: all live knobs as of revision `rev`. Applied at the next step or push; the worker's next Load
+    carries the revision, which is the acknowledgement."""
+
+    rev: int
+    values: dict[str, int | float | str]
+
+
 class Load(Message, frozen=True):
     """worker -> router, a few times a second: what routing, watermarks and /admin/state need."""
 
@@ -160,6 +168,7 @@ class Load(Message, frozen=True):
     busy_share: float = 0.0
     counters: dict[str, float] = {}
     integrity: str = ""
+    rev: int = 0  # of the last SetKnobs applied
 
 
 class Heartbeat(Message, frozen=True):
@@ -183,6 +192,7 @@ AnyMessage = (
     | Done
     | Abort
     | AbortAck
+    | SetKnobs
     | Load
     | Heartbeat
 )

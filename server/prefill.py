@@ -78,6 +78,10 @@ class PrefillWorker(Worker[PrefillEntry]):
     def stop_transfer(self) -> None:
         self.transfer.close()
 
+    def turn(self) -> None:
+        self.sender.chunk_tokens = self.config.transfer.chunk_tokens
+        self.sender.max_inflight = self.config.transfer.max_inflight
+
     def start_links(self) -> None:
         for name, address in self.boot.addresses.items():
             if name.startswith("decode-"):

@@ -23,13 +23,26 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from server.boot import Boot, Status
 from server.config import Role
-from server.engine.build import build_engine, model_facts
+from server.engine.build import build_engine, limits_for, model_facts
 from server.engine.engine import Engine, StepResult
 from server.engine.scheduler import Scheduler, Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
+from server.knobs import turned
 from server.ledger import Entry, Ledger
 from server.logs import setup
-from server.messages import Abort, AbortAck, AnyMessage, Card, Done, Heartbeat, Load, Prefill, SeqToken, Tokens
+from server.messages import (
+    Abort,
+    AbortAck,
+    AnyMessage,
+    Card,
+    Done,
+    Heartbeat,
+    Load,
+    Prefill,
+    SeqToken,
+    SetKnobs,
+    Tokens,
+)
 from server.sequence import Sequence
 from server.wire import Channel, Identity, bind, serve, welcome
 
@@ -60,6 +73,9 @@ class Worker(Generic[E]):
         self._work = threading.Event()
         self._stopping = threading.Event()
         self._busy_s = 0.0
+        self._share = 0.0
+        self.config = boot.config  # with the knobs as they are now
+        self.rev = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -169,7 +185,13 @@ class Worker(Generic[E]):
             self.counters["failed"] += 1
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
-        return {Prefill: self.on_prefill, Abort: self.on_abort, AbortAck: _ignore, Heartbeat: _ignore}
+        return {
+            Prefill: self.on_prefill,
+            Abort: self.on_abort,
+            SetKnobs: self.on_knobs,
+            AbortAck: _ignore,
+            Heartbeat: _ignore,
+        }
 
     def joined(self, channel: Channel) -> None:
         """A peer passed the handshake."""
@@ -210,6 +232,20 @@ class Worker(Generic[E]):
         else:
             self.drop(entry, message.reason)
         channel.send(AbortAck(message.id))
+
+    def on_knobs(self, channel: Channel, message: SetKnobs) -> None:
+        """The router's word, whatever came before: after its restart the revision may be an older one."""
+        self.config = turned(self.boot.config, message.values)
+        limits = limits_for(self.config, self.role, self.engine.runner.max_len)
+        with self.engine.lock:
+            self.engine.scheduler.limits.become(limits)
+        self.rev = message.rev
+        self.turn()
+        self.wake()
+        channel.send(self.load(self._share))
+
+    def turn(self) -> None:
+        """`config` has changed: what a role has outside the scheduler follows."""
 
     def drop(self, entry: E, reason: str) -> None:
         """Nobody wants the sequence: out of the schedule, its blocks free as soon as nothing uses them."""
@@ -322,7 +358,8 @@ class Worker(Generic[E]):
             try:
                 self.ledger.prune(now)
                 self.tick(now)
-                load = self.load(min(1.0, share))
+                self._share = min(1.0, share)
+                load = self.load(self._share)
             except Exception:
                 logger.exception("tick")
                 continue
@@ -353,6 +390,7 @@ class Worker(Generic[E]):
             busy_share=busy_share,
             counters=dict(self.counters),
             integrity=integrity,
+            rev=self.rev,
         )
 
 

@@ -21,6 +21,7 @@ from server.router.app import guarded
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request, unavailable
 from server.router.http import Keys, json_response
+from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi
 from server.router.stats import Stats
@@ -74,6 +75,7 @@ class Admin:
         stats: Stats,
         keys: Keys,
         names: list[str],
+        store: KnobStore,
     ) -> None:
         self._dispatcher = dispatcher
         self._health = health
@@ -83,6 +85,7 @@ class Admin:
         self._stats = stats
         self._keys = keys
         self._names = names
+        self._store = store
         self._started = time.time()
         metrics.add_samples(self._samples)
 
@@ -146,8 +149,7 @@ class Admin:
             for route in dispatcher.routes
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
-        # Knobs are not changed here yet: the profile is revision 1.
-        body = {"version": 1, "rev": 1, "router": router, "routes": routes, "workers": workers}
+        body = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
         return json_response({**body, "stats": self._stats.as_dict()})
 
     async def requests(self, request: Request) -> Response:

@@ -13,12 +13,13 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from server.config import Config
+from server.knobs import Value
 from server.messages import Abort, Decode, Done, Prefill, SeqToken
 from server.router.errors import ApiError, overloaded, timed_out, unavailable
 from server.router.timing import Record
@@ -179,8 +180,9 @@ class Dispatcher:
         self.workers = workers
         self._policy = config.router.policy
         self.queue_high = config.router.queue_high
-        threshold = config.hybrid.threshold_tokens
-        self.threshold = AUTO_THRESHOLD if threshold == "auto" else threshold
+        self.prefill_queue_high = config.prefill.queue_high
+        self.threshold = AUTO_THRESHOLD
+        self.use_knobs({"hybrid.threshold_tokens": config.hybrid.threshold_tokens})
         self.waiting = 0
         self.running = 0
         self.idle = asyncio.Event()
@@ -191,6 +193,13 @@ class Dispatcher:
         self._first_tokens: deque[float] = deque(maxlen=10_000)
         pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
         self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+
+    def use_knobs(self, values: Mapping[str, Value]) -> None:
+        """From the next request on."""
+        self.queue_high = int(values.get("router.queue_high", self.queue_high))
+        self.prefill_queue_high = int(values.get("prefill.queue_high", self.prefill_queue_high))
+        threshold = values.get("hybrid.threshold_tokens", self.threshold)
+        self.threshold = AUTO_THRESHOLD if threshold == "auto" else int(threshold)
 
     # routes
 

@@ -7,6 +7,7 @@ stopped    `stop`: connections closed
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +20,18 @@ from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
 from server.router.app import Api, build
+from server.router.audit import AuditLog
+from server.router.control import Control
 from server.router.dispatch import Dispatcher
+from server.router.events import Events
 from server.router.generate import Generator
 from server.router.http import Gate, Keys
+from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.stats import Stats
 from server.router.text import Text
 from server.router.timing import Recent
+from server.router.tuning import Tuning
 from server.router.workers import Workers
 from server.wire import Identity
 
@@ -40,6 +46,8 @@ class Stack:
     prober: Prober
     health: Health
     text: Text
+    events: Events
+    tuning: Tuning
     _probing: asyncio.Task[None] | None = field(default=None, init=False)
 
     @classmethod
@@ -53,6 +61,9 @@ class Stack:
         roles = {spec.name: spec.role for spec in config.workers}
         workers = Workers(boot.addresses, dict(roles), me=Identity.new(boot.name, "router"), secret=secret, card=card)
         dispatcher = Dispatcher(workers, config)
+        events = Events()
+        store = KnobStore(config, text.max_len, time.time)
+        tuning = Tuning(store, workers, AuditLog(boot.state_dir, boot.run_id), events, dispatcher.use_knobs)
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
@@ -64,6 +75,7 @@ class Stack:
             names,
             config.router.keepalive_s,
         )
+        admin_keys = Keys(_keys(config.router.admin_key_file) or [secret])
         admin = Admin(
             dispatcher=dispatcher,
             health=health,
@@ -71,18 +83,22 @@ class Stack:
             metrics=metrics,
             recent=recent,
             stats=stats,
-            keys=Keys(_keys(config.router.admin_key_file) or [secret]),
+            keys=admin_keys,
             names=names,
+            store=store,
         )
-        app = build([*api.routes(), *admin.routes()])
+        control = Control(tuning, events, admin_keys)
+        app = build([*api.routes(), *admin.routes(), *control.routes()])
         gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
-        return cls(gate, workers, dispatcher, prober, health, text)
+        return cls(gate, workers, dispatcher, prober, health, text, events, tuning)
 
     def start(self) -> None:
         self.workers.start()
         self._probing = asyncio.create_task(self.prober.run(), name="prober")
 
     async def stop(self) -> None:
+        self.events.close()
+        self.tuning.close()
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)

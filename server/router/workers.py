@@ -59,6 +59,8 @@ class Worker:
         secret: bytes,
         card: Card,
         on_change: Callable[["Worker"], None],
+        on_load: Callable[["Worker"], None] = lambda worker: None,
+        greeting: Callable[[], AnyMessage | None] = lambda: None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.name = name
@@ -68,6 +70,8 @@ class Worker:
         self._secret = secret
         self._card = card
         self._on_change = on_change
+        self._on_load = on_load
+        self._greeting = greeting
         self._heartbeat_s = heartbeat_s
         self._channel: Channel | None = None
         self.state = "connecting"
@@ -81,6 +85,11 @@ class Worker:
         self.prompt_tokens = 0  # of open sequences that this worker is to read
         self.unexpected = 0
         self.pid: int | None = None  # if its card tells
+
+    @property
+    def rev(self) -> int:
+        """Of the knobs that it has confirmed."""
+        return self.load.rev if self.load is not None and self.is_connected else 0
 
     @property
     def is_connected(self) -> bool:
@@ -148,6 +157,8 @@ class Worker:
         self.pid = pid if isinstance(pid, int) else None
         self.load = self.heartbeat = None
         self.heartbeat_at = time.monotonic()
+        if (greeting := self._greeting()) is not None:
+            channel.send(greeting)
         self._set("connected")
 
     def _closed(self) -> None:
@@ -198,6 +209,7 @@ class Worker:
                     inbox.put_nowait((self.name, message))
             case Load():
                 self.load, self.load_at = message, time.monotonic()
+                self._on_load(self)
             case Heartbeat():
                 was_busy = self.is_busy
                 self.heartbeat, self.heartbeat_at = message, time.monotonic()
@@ -209,6 +221,24 @@ class Worker:
                 self.unexpected += 1
 
 
+class Pulse:
+    """Wakes whoever waits at the moment, and nobody later."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def beat(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+
 class Workers:
     """All of them, by name. `changed` is set whenever one connects, goes, or ends being busy."""
 
@@ -217,14 +247,28 @@ class Workers:
     ) -> None:
         self.me = me
         self.changed = asyncio.Event()
+        self.reported = Pulse()
+        self.greeting: Callable[[], AnyMessage | None] = lambda: None  # the first message to a worker
         self.all: dict[str, Worker] = {
             name: Worker(
-                name, roles[name], address, me=me, secret=secret, card=card, on_change=lambda _: self.changed.set()
+                name,
+                roles[name],
+                address,
+                me=me,
+                secret=secret,
+                card=card,
+                on_change=self._on_change,
+                on_load=lambda _: self.reported.beat(),
+                greeting=lambda: self.greeting(),
             )
             for name, address in addresses.items()
             if name in roles
         }
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _on_change(self, worker: Worker) -> None:
+        self.changed.set()
+        self.reported.beat()
 
     def with_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.all.values() if worker.role == role]
