@@ -4,12 +4,13 @@ A snapshot is JSON as these two gave it, not what some screen made of it: whoeve
 """
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdctl import control
+from pdctl import control, logs
 from pdctl.client import Answered, Client, admin
 from pdctl.down import supervisor_of
 from pdctl.exits import NotRunning, Unreachable
@@ -19,6 +20,8 @@ from server.errors import PdctlError
 Json = dict[str, Any]
 TIMEOUT_S = 2.0
 NUM_REQUESTS = 100
+KEPT_LINES = 2000
+FIRST_LINES = 300
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -109,6 +112,28 @@ class Reader:
             return self._router.read(admin(self._dir, stack, timeout_s=TIMEOUT_S)), ""
         except PdctlError as error:
             return {}, error.message
+
+
+class LogTail:
+    """The last lines of every log of a stack; each poll reads only what is new."""
+
+    def __init__(self, stack_dir: StackDir, kept: int = KEPT_LINES) -> None:
+        self._folder = stack_dir.path / "logs"
+        self._followers: dict[str, logs.Follower] = {}
+        self._lines: deque[LogLine] = deque(maxlen=kept)
+
+    def read(self) -> list[LogLine]:
+        new: list[logs.Line] = []
+        for file in sorted(self._folder.glob("*.log")):
+            follower = self._followers.get(file.stem)
+            if follower is None:
+                self._followers[file.stem] = follower = logs.Follower(file.stem, file)
+                new += logs.read([(file.stem, file)], min(FIRST_LINES, self._lines.maxlen or 1))
+            else:
+                new += follower.new()
+        for line in sorted(new, key=lambda line: line.at):
+            self._lines.append(LogLine(line.process, line.at, line.level, line.text))
+        return list(self._lines)
 
 
 def _supervisor(recorded: Stack) -> tuple[str, Stack]:

@@ -71,9 +71,9 @@ def options(
 
 def _load_commands() -> None:
     """In the order of the help."""
-    from pdctl.cli import profiles, run, stack, talk, tune
+    from pdctl.cli import profiles, run, stack, talk, tune, watch
 
-    for module in (run, stack, tune, talk, profiles):
+    for module in (run, stack, watch, tune, talk, profiles):
         module.register(app)
 
 

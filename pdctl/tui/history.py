@@ -53,22 +53,29 @@ class History:
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.points: deque[Point] = deque(points, maxlen=KEPT)
+        self.end: float | None = None  # where charts end; None: at the newest point
 
     def add(self, frame: Frame) -> None:
         before = self.points[-1] if self.points else None
         if before is None or frame.at > before.at:
             self.points.append(point(frame, before))
 
+    @property
+    def newest(self) -> float:
+        return self.end if self.end is not None else self.points[-1].at if self.points else 0.0
+
     def last(self, seconds: float, count: int, read: Callable[[Point], float | None]) -> list[float | None]:
         """`count` values over the last `seconds`, each the highest of its share of the time: a spike stays visible."""
         if not self.points or count <= 0:
             return []
-        end, step = self.points[-1].at, seconds / count
+        end, step = self.newest, seconds / count
         buckets: list[float | None] = [None] * count
         for item in reversed(self.points):
             age = end - item.at
             if age >= seconds:
                 break
+            if age < 0:
+                continue
             index, value = count - 1 - int(age / step), read(item)
             old = buckets[index]
             if value is not None and (old is None or value > old):

@@ -61,6 +61,7 @@ class Model:
     message_role: str = "dim"
     busy: str = ""
     recording: str = ""
+    lines: list[LogLine] = field(default_factory=list)  # the frame's logs with changes and alerts among them
 
     def index(self, table: str, count: int) -> int:
         """The selected row, inside a table of `count` rows."""
@@ -118,10 +119,8 @@ class Model:
         return rows[self.index("tune", len(rows))] if rows else None
 
     def logs(self) -> list[LogLine]:
-        if self.frame is None:
-            return []
         word = self.filter_of("logs").lower()
-        lines = [line for line in self.frame.logs if _LEVEL_OF.get(line.level, 1) >= self.level]
+        lines = [line for line in self.lines if _LEVEL_OF.get(line.level, 1) >= self.level]
         return [line for line in lines if word in f"{line.process} {line.level} {line.text}".lower()] if word else lines
 
     @property

@@ -6,23 +6,19 @@ A source is used from worker threads, one call at a time each; it knows no widge
 import getpass
 import socket
 import time
-from collections import deque
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from pdctl import control, logs
+from pdctl import control
 from pdctl.client import Client, admin
 from pdctl.exits import Refused, UsageError
 from pdctl.process import Identity
 from pdctl.rundir import Stack, StackDir
 from pdctl.samples import Samples
-from pdctl.snapshot import Json, LogLine, Reader, RouterReader, Snapshot, read_remote
+from pdctl.snapshot import Json, LogTail, Reader, RouterReader, Snapshot, read_remote
 from pdctl.status import running
-
-KEPT_LINES = 2000
-FIRST_LINES = 300
 
 
 class Source(Protocol):
@@ -137,28 +133,6 @@ class StackSource(RouterSource):
         if found is None:
             raise UsageError(f"{worker} does not run")
         found.kill()
-
-
-class LogTail:
-    """The last lines of every log of a stack; each poll reads only what is new."""
-
-    def __init__(self, stack_dir: StackDir) -> None:
-        self._folder = stack_dir.path / "logs"
-        self._followers: dict[str, logs.Follower] = {}
-        self._lines: deque[LogLine] = deque(maxlen=KEPT_LINES)
-
-    def read(self) -> list[LogLine]:
-        new: list[logs.Line] = []
-        for file in sorted(self._folder.glob("*.log")):
-            follower = self._followers.get(file.stem)
-            if follower is None:
-                self._followers[file.stem] = follower = logs.Follower(file.stem, file)
-                new += logs.read([(file.stem, file)], FIRST_LINES)
-            else:
-                new += follower.new()
-        for line in sorted(new, key=lambda line: line.at):
-            self._lines.append(LogLine(line.process, line.at, line.level, line.text))
-        return list(self._lines)
 
 
 class ReplaySource:

@@ -198,7 +198,7 @@ def _chart(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
     values = model.history.last(model.window_s, plot * 2, lambda point: point.ttft95)
     highest = max((value for value in values if value is not None), default=0.0)
     top = charts.nice_top(max(highest, frame.slo_ttft_ms * 1.05))
-    newest = model.history.points[-1].at if model.history.points else frame.at
+    newest = model.history.newest or frame.at
     marks = [
         plot - 1 - int((newest - c.at) / model.window_s * plot)
         for c in frame.changes

@@ -39,8 +39,8 @@ def workers(model: Model, width: int, height: int, *, has_focus: bool) -> list[L
     columns += [("STATE", 10), ("ON", 6), ("PID", -7), ("QUEUE", -5), ("RUN", -7), ("KV%", -4)]
     if wide:
         columns.append(("60s KV", 8))
-    columns += [("TOK/S", -7), ("P95", -6)]
-    extra: list[Column] = [("XFER", -6), ("BUSY", -5)] + ([("UP", -6), ("RESTARTS", -8)] if wide else [])
+    columns += [("TOK/S", -7), ("P95ms", -6)]
+    extra: list[Column] = [("XFER95", -6), ("BUSY", -5)] + ([("UP", -6), ("RESTARTS", -8)] if wide else [])
     used = sum(abs(size) + 1 for _, size in columns) + 1
     for column in extra:
         if used + abs(column[1]) + 1 <= width:
@@ -80,9 +80,9 @@ def _worker_cell(model: Model, worker: Worker, title: str) -> tuple[str, str]:
             return charts.spark(model.history.last(60, 8, lambda point: point.kv.get(worker.name)), 8, 1.0), "spark"
         case "TOK/S":
             return f"{numbers.count(worker.tok_s)}{'/s' if is_router and worker.tok_s is not None else ''}", ""
-        case "P95":
+        case "P95ms":
             return numbers.ms(worker.step.p95), ""
-        case "XFER":
+        case "XFER95":
             return numbers.ms(worker.transfer.p95), ""
         case "BUSY":
             return numbers.share(worker.busy), ""
@@ -106,7 +106,7 @@ def knobs(model: Model, width: int, height: int, *, has_focus: bool) -> list[Lin
     """Knob, value now and staged, range, when it applies."""
     rows = model.knobs()
     is_full = width >= 96
-    columns: list[Column] = [("KNOB", 25), ("NOW", -9), ("→ NEW", 9), ("RANGE", 17), ("APPLIES", 10)]
+    columns: list[Column] = [("KNOB", 24), ("NOW", -8), ("→ NEW", 10), ("RANGE", 14), ("APPLIES", 9)]
     if is_full:
         columns += [("BOOT", -9), ("UNIT", 12)]
     selected = model.index("tune", len(rows))
