@@ -24,6 +24,7 @@ class Window:
 
     def __init__(self, clock: Callable[[], float], kept: int = KEPT) -> None:
         self._clock = clock
+        self._since = clock()
         self._items: deque[tuple[float, float]] = deque(maxlen=kept)
 
     def add(self, value: float) -> None:
@@ -33,13 +34,18 @@ class Window:
         self._drop()
         return [value for _, value in self._items]
 
+    @property
+    def span_s(self) -> float:
+        """A router younger than a minute has a shorter one."""
+        return min(WINDOW_S, max(1.0, self._clock() - self._since))
+
     def rate(self) -> float:
-        """Sum a second, over the minute or over what is kept of it."""
+        """Sum a second, over the minute, the router's age, or what is kept of it."""
         self._drop()
         if not self._items:
             return 0.0
         is_full = len(self._items) == self._items.maxlen
-        span = max(1.0, self._clock() - self._items[0][0]) if is_full else WINDOW_S
+        span = max(1.0, self._clock() - self._items[0][0]) if is_full else self.span_s
         return sum(value for _, value in self._items) / span
 
     def _drop(self) -> None:
@@ -152,7 +158,7 @@ class Stats:
         return {
             "window_s": WINDOW_S,
             **{f"{name}_ms": figures(window) for name, window in self._series.items()},
-            "req_s": round(len(errors) / WINDOW_S, 3),
+            "req_s": round(len(errors) / self._errors.span_s, 3),
             "error_share": round(sum(errors) / len(errors), 4) if errors else None,
             "slo_share": round(sum(good) / len(good), 4) if good else None,
             "prompt_tok_s": round(self._prompt_tokens.rate(), 3),

@@ -41,7 +41,8 @@ def test_a_full_window_is_shorter_and_its_rate_stays_right() -> None:
 
 
 def test_bandwidth_takes_bytes_and_time_of_the_same_transfers() -> None:
-    stats = Stats((1.0, 0.1), Clock())
+    clock = Clock()
+    stats = Stats((1.0, 0.1), clock)
     for size, seconds in ((100, 0.1), (1000, 1.0)):
         stats.sequence_over(
             prefill="prefill-0",

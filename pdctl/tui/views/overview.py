@@ -57,7 +57,7 @@ def _wide(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
     minutes = numbers.clock(model.window_s)
     out += columns([tune, box(f"TTFT p95  {minutes}", chart, width - tune_width, tune_height, "▽ change ┄ SLO [ ]")])
     left -= tune_height
-    lines = tables.log_lines(model.logs()[-max(0, left - 2) :], width - 4)[-max(0, left - 2) :]
+    lines = tables.log_lines(model.logs()[-max(0, left - 2) :], width - 4, is_brief=True)[-max(0, left - 2) :]
     return out + box("Log", lines, width, left, _log_hint(model))
 
 
@@ -72,12 +72,11 @@ def _log_hint(model: Model) -> str:
 
 def _spark(model: Model, read: Read, width: int, top: float | None = None, unit: str = "") -> Line:
     """60 s, with the top of its scale beside it: a line without a scale says nothing."""
-    room = max(4, width - 14)
+    room = max(4, width - 15)
     values = model.history.last(60, room, read)
     top = top or charts.nice_top(max((value for value in values if value is not None), default=0.0))
-    return (
-        Line("60s   ", "dim").add(charts.spark(values, room, top), "spark").add(f" ≤{numbers.count(top)}{unit}", "dim")
-    )
+    scale = cell(f" ≤{numbers.count(top)}{unit}", width - 6 - room)
+    return Line("60s   ", "dim").add(charts.spark(values, room, top), "spark").add(scale, "dim")
 
 
 def _queue(pool: Pool, width: int) -> Line:
@@ -161,7 +160,7 @@ def _transfer(model: Model, frame: Frame, width: int) -> list[Line]:
         _two(f"in flight {total('receiving', 'decode')}", f"wait {total('expected', 'decode')}", width),
         _figures(model, frame, "transfer", "lat", width, frame.latency_warn_ms),
         _spark(model, lambda point: point.kv_bytes_s, width, unit="B/s"),
-        Line("bw    ", "dim").add(f"{numbers.size(bandwidth)}/s" if bandwidth else "-").add("  (per transfer)", "dim"),
+        Line("bw    ", "dim").add(f"{numbers.size(bandwidth)}/s" if bandwidth else "-").add("  each", "dim"),
         Line("size  ", "dim").add(f"{numbers.size(stats.get('kv_bytes_per_seq'))}/req"),
         Line("ring  ", "dim").extend(bar).add(cell(f"{slots - free}/{slots}" if slots else "-", -8)),
         Line("resent ", "dim")
@@ -230,7 +229,7 @@ def _narrow(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
             out.append(line[-1])
         left -= 2
     if left >= 2:
-        lines = tables.log_lines(model.logs()[-(left - 1) :], width)[-(left - 1) :]
+        lines = tables.log_lines(model.logs()[-(left - 1) :], width, is_brief=True)[-(left - 1) :]
         out.append(rule("Log", width, _log_hint(model)))
         out += lines
     return out

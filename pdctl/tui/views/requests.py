@@ -14,7 +14,7 @@ def draw(model: Model, width: int, height: int) -> list[Line]:
     size = height if opened is None or model.is_maximised else max(6, height - 17)
     rows = model.requests()
     wide = width >= 110
-    columns: list[Column] = [("ID", 34 if wide else 20), ("STATE", 9), ("PATH", 10), ("PROMPT", -6), ("OUT", -5)]
+    columns: list[Column] = [("ID", 34 if wide else 18), ("STATE", 9), ("PATH", 9), ("PROMPT", -6), ("OUT", -5)]
     columns += [("TTFT", -7), ("TPOT", -6), ("TOTAL", -7)]
     if wide:
         columns += [("WORKERS", 24), ("AGE", -6)]

@@ -1,6 +1,7 @@
 """The tables that more than one view shows: workers, knobs, log lines."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from pdctl.tui.lines import Line, cell, window
 from pdctl.tui.model import Model
 from pdctl.tui.views.common import Column, glyph, table
 
+_ID = re.compile(r"id=(?:chatcmpl|cmpl)-([0-9a-f]{6})[0-9a-f]+")
 LEVEL_ROLES = {"error": "bad", "critical": "bad", "warn": "warn", "warning": "warn", "debug": "dim"}
 
 
@@ -132,8 +134,11 @@ def _knob_cell(model: Model, knob: Knob, title: str) -> tuple[str, str]:
     return knob.unit, "dim"
 
 
-def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False) -> list[Line]:
-    """Time, process, level, text; a line that is too long is cut, or goes on under its text."""
+def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False, is_brief: bool = False) -> list[Line]:
+    """Time, process, level, text; a line that is too long is cut, or goes on under its text.
+
+    Brief: ids and endpoints shortened, for the few lines of the overview.
+    """
     names = max((len(line.process) for line in lines), default=6)
     out: list[Line] = []
     for entry in lines:
@@ -142,7 +147,8 @@ def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False) -> li
         head = Line(f"{clock} ", "dim").add(cell(entry.process, names), "accent").add(" │ ", "border")
         head.add(f"{entry.level.upper()[:5]:<5} ", role or "dim")
         room = max(1, width - head.width)
-        text = entry.text.replace("\t", "    ")
+        text = _brief(entry.text) if is_brief else entry.text
+        text = text.replace("\t", "    ")
         for number, part in enumerate(text.splitlines() or [""]):
             pieces = [part[i : i + room] for i in range(0, len(part), room)] or [""] if wrap else [part]
             for index, piece in enumerate(pieces):
@@ -151,6 +157,10 @@ def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False) -> li
             if not wrap:
                 break
     return out
+
+
+def _brief(text: str) -> str:
+    return _ID.sub(r"\1…", text.replace("/v1/chat/completions ", "chat ").replace("/v1/completions ", "completion "))
 
 
 def _safe(text: str) -> str:

@@ -66,6 +66,8 @@ def _facts(worker: Worker) -> list[Line]:
         ("integrity", str(load.get("integrity") or "ok")),
         ("log", worker.log),
     ]
+    if worker.role == "router":
+        rows = [row for row in rows if row[0] in ("state", "stage", "pid", "instance", "step", "log")]
     return [Line(cell(name, 11), "dim").add(text) for name, text in rows if text]
 
 
