@@ -22,9 +22,9 @@ SERIES = ("ttft", "itl", "second_token", "tpot", "e2e", "queue", "prefill_queue"
 class Window:
     """Values with the time they came."""
 
-    def __init__(self, clock: Callable[[], float], kept: int = KEPT) -> None:
+    def __init__(self, clock: Callable[[], float], kept: int = KEPT, since: float | None = None) -> None:
         self._clock = clock
-        self._since = clock()
+        self._since = clock() if since is None else since
         self._items: deque[tuple[float, float]] = deque(maxlen=kept)
 
     def add(self, value: float) -> None:
@@ -72,8 +72,8 @@ def figures(window: Window) -> dict[str, float | int | None]:
 
 
 class _WorkerStats:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.tokens = Window(clock)
+    def __init__(self, clock: Callable[[], float], since: float) -> None:
+        self.tokens = Window(clock, since=since)  # since the router's start, not since its first token
         self.step = Window(clock)  # prefill: reading a prompt; decode: the gap between two tokens
         self.transfer = Window(clock)
 
@@ -91,6 +91,7 @@ class Stats:
     def __init__(self, slo: tuple[float, float], clock: Callable[[], float] = time.monotonic) -> None:
         self._slo = slo  # seconds: TTFT, TPOT
         self._clock = clock
+        self._started = clock()
         self._series = {name: Window(clock) for name in SERIES}
         self._errors = Window(clock)
         self._good = Window(clock)
@@ -149,7 +150,7 @@ class Stats:
     def _of(self, worker: str) -> _WorkerStats:
         found = self._workers.get(worker)
         if found is None:
-            found = self._workers[worker] = _WorkerStats(self._clock)
+            found = self._workers[worker] = _WorkerStats(self._clock, self._started)
         return found
 
     def as_dict(self) -> dict[str, Any]:

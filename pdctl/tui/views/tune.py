@@ -21,14 +21,13 @@ def draw(model: Model, width: int, height: int) -> list[Line]:
     left = height - size
     if left > 3:
         knob = model.knob()
-        about = (
-            Line(f"{knob.name}: ", "bold").add(
-                f"{knob.help or 'no description'}. Range {knob.range}, applies {knob.applies}"
-            )
-            if knob
-            else Line()
-        )
-        lines = [about, *[_change(model, change) for change in reversed(frame.changes)]]
+        about = [Line()]
+        if knob is not None:
+            about = [
+                Line(f"{knob.name}  ", "bold").add(f"{knob.range} {knob.unit}, applies {knob.applies}"),
+                Line(knob.help, "dim"),
+            ]
+        lines = [*about, *[_change(model, change) for change in reversed(frame.changes)]]
         out += box("History", lines, width, left, "u: undo the last")
     return fill(out, width, height)
 
