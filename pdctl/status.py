@@ -107,7 +107,7 @@ def _worker(worker: dict[str, Any]) -> dict[str, Any]:
 
 def _process(process: ProcessInfo, state: str, numbers: dict[str, Any]) -> dict[str, Any]:
     said = str(numbers.get("state", ""))
-    if state == "ready" and said == "frozen":
+    if state == "ready" and said in ("frozen", "draining", "drained"):
         state = said
     last = process.exits[-1] if process.exits else None
     return {

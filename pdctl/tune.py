@@ -2,8 +2,10 @@
 
 import difflib
 import getpass
+import math
 import os
 import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import tomlkit
 from tomlkit.items import Table
 
-from pdctl.exits import UsageError
+from pdctl.client import Client
+from pdctl.exits import Refused, TimedOut, UsageError
 from pdctl.profile import is_shipped, own_folder
 from pdctl.rundir import Stack
 
@@ -58,6 +61,20 @@ def save(stack: Stack, values: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}") from error
     return target
+
+
+def wait_drained(client: Client, worker: str, timeout_s: float | None) -> None:
+    """Returns when `worker` holds nothing. Raises TimedOut; Refused when somebody gave it work again."""
+    deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    while True:
+        found = next(w for w in client.get("/admin/state")["workers"] if w["name"] == worker)
+        if not found["is_draining"]:
+            raise Refused(f"{worker} was resumed while it drained")
+        if found["state"] == "drained" or (not found["open"] and found["load"] is None):
+            return
+        if time.monotonic() > deadline:
+            raise TimedOut(f"{worker} still has {found['open']} sequences")
+        time.sleep(0.2)
 
 
 def _table(document: tomlkit.TOMLDocument, section: str) -> Any:

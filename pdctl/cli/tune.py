@@ -1,4 +1,4 @@
-"""`get`, `set`, `undo`, `reset`, `history`: the live knobs of a running stack. A refused change is exit 7."""
+"""`get`, `set`, `undo`, `reset`, `history`, `drain`, `resume`: what a running stack can be told. Refused: exit 7."""
 
 from typing import Annotated, Any
 
@@ -20,6 +20,8 @@ def register(app: typer.Typer) -> None:
     app.command()(undo)
     app.command()(reset)
     app.command()(history)
+    app.command()(drain)
+    app.command()(resume)
 
 
 def get(
@@ -131,6 +133,36 @@ def history(context: typer.Context, name: NameOption = None, as_json: AsJson = F
     if rows:
         print(table(rows, ("REV", "AT", "WHAT", "BY", "CHANGE", "REASON")))
     note(f"revision {answer['rev']}; 1 is the profile")
+    return Exit.OK
+
+
+def drain(
+    context: typer.Context,
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    name: NameOption = None,
+    wait: Annotated[bool, typer.Option("--wait", help="return when it holds nothing any more")] = False,
+    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="with --wait: give up after it")] = None,
+) -> int:
+    """No new work to a worker; what it has goes on to its end."""
+    from pdctl.cli.run import seconds
+    from pdctl.tune import wait_drained
+
+    client = _client(context, name)
+    answer = client.call("POST", f"/admin/workers/{worker}/drain")
+    if wait:
+        wait_drained(client, worker, seconds(timeout))
+        note(f"{worker} is drained")
+    else:
+        note(f"{worker} is {answer['state']}, {answer['open']} open")
+    return Exit.OK
+
+
+def resume(
+    context: typer.Context, worker: Annotated[str, typer.Argument(metavar="WORKER")], name: NameOption = None
+) -> int:
+    """Work again for a drained worker."""
+    answer = _client(context, name).call("POST", f"/admin/workers/{worker}/resume")
+    note(f"{worker} is {answer['state']}")
     return Exit.OK
 
 

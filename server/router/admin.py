@@ -197,7 +197,8 @@ def _worker(worker: Worker) -> dict[str, Any]:
     return {
         "name": worker.name,
         "role": worker.role,
-        "state": "busy" if worker.is_connected and worker.is_busy else worker.state,
+        "state": worker.shown_state,
+        "is_draining": worker.is_draining,
         "reason": worker.reason,
         "instance": worker.instance,
         "pid": worker.pid,

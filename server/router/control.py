@@ -10,11 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.router.app import guarded
-from server.router.errors import bad_request
+from server.router.errors import ApiError, bad_request
 from server.router.events import Events
 from server.router.http import Keys, json_response, read_body
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
+from server.router.workers import Workers
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=7 * 86400)]
@@ -45,8 +46,9 @@ class Reset(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Control:
-    def __init__(self, tuning: Tuning, events: Events, keys: Keys) -> None:
+    def __init__(self, tuning: Tuning, workers: Workers, events: Events, keys: Keys) -> None:
         self._tuning = tuning
+        self._workers = workers
         self._events = events
         self._keys = keys
 
@@ -58,6 +60,8 @@ class Control:
             Route("/admin/knobs/reset", guarded(self.reset), methods=["POST"]),
             Route("/admin/audit", guarded(self.audit)),
             Route("/admin/events", guarded(self.events)),
+            Route("/admin/workers/{name}/drain", guarded(self.drain), methods=["POST"]),
+            Route("/admin/workers/{name}/resume", guarded(self.resume), methods=["POST"]),
         ]
 
     async def knobs(self, request: Request) -> Response:
@@ -100,6 +104,23 @@ class Control:
         self._keys.check(request.headers)
         store = self._tuning.store
         return json_response({"version": 1, "rev": store.rev, "entries": store.entries})
+
+    async def drain(self, request: Request) -> Response:
+        return self._set_draining(request, True)
+
+    async def resume(self, request: Request) -> Response:
+        return self._set_draining(request, False)
+
+    def _set_draining(self, request: Request, is_draining: bool) -> Response:
+        self._keys.check(request.headers)
+        worker = self._workers.all.get(request.path_params["name"])
+        if worker is None:
+            known = ", ".join(self._workers.all)
+            raise ApiError(404, f"there is no such worker; there are: {known}", param="name", code="UNKNOWN_WORKER")
+        self._workers.drain(worker, is_draining)
+        return json_response(
+            {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
+        )
 
     async def events(self, request: Request) -> Response:
         self._keys.check(request.headers)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from server.errors import StartError
-from server.router.dispatch import Dispatcher, Route
+from server.router.attempt import Route
+from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError
 from server.router.timing import Record
 from server.sequence import SamplingParams

@@ -62,6 +62,13 @@ class Stack:
         workers = Workers(boot.addresses, dict(roles), me=Identity.new(boot.name, "router"), secret=secret, card=card)
         dispatcher = Dispatcher(workers, config)
         events = Events()
+        workers.watch = lambda worker: events.say(
+            "worker",
+            worker=worker.name,
+            state=worker.shown_state,
+            reason=worker.reason,
+            is_draining=worker.is_draining,
+        )
         store = KnobStore(config, text.max_len, time.time)
         tuning = Tuning(store, workers, AuditLog(boot.state_dir, boot.run_id), events, dispatcher.use_knobs)
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
@@ -87,7 +94,7 @@ class Stack:
             names=names,
             store=store,
         )
-        control = Control(tuning, events, admin_keys)
+        control = Control(tuning, workers, events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
         gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning)

@@ -84,12 +84,25 @@ class Worker:
         self.open: dict[SeqId, Inbox] = {}
         self.prompt_tokens = 0  # of open sequences that this worker is to read
         self.unexpected = 0
+        self.is_draining = False  # by an operator: it ends what it has and gets nothing new
         self.pid: int | None = None  # if its card tells
 
     @property
     def rev(self) -> int:
         """Of the knobs that it has confirmed."""
         return self.load.rev if self.load is not None and self.is_connected else 0
+
+    @property
+    def shown_state(self) -> str:
+        """In one word, for people."""
+        if self.is_connected and self.is_draining:
+            return "drained" if self.is_drained else "draining"
+        return "busy" if self.is_connected and self.is_busy else self.state
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing of it is needed any more: neither for a client nor for KV that another worker still waits for."""
+        return self.is_draining and not self.open and (self.load is None or not self.load.pushing)
 
     @property
     def is_connected(self) -> bool:
@@ -248,6 +261,7 @@ class Workers:
         self.me = me
         self.changed = asyncio.Event()
         self.reported = Pulse()
+        self.watch: Callable[[Worker], None] = lambda worker: None  # who wants to know of every change of state
         self.greeting: Callable[[], AnyMessage | None] = lambda: None  # the first message to a worker
         self.all: dict[str, Worker] = {
             name: Worker(
@@ -266,9 +280,15 @@ class Workers:
         }
         self._tasks: list[asyncio.Task[None]] = []
 
+    def drain(self, worker: Worker, is_draining: bool) -> None:
+        """No new work for `worker`, or work again. What it has goes on."""
+        worker.is_draining = is_draining
+        self._on_change(worker)
+
     def _on_change(self, worker: Worker) -> None:
         self.changed.set()
         self.reported.beat()
+        self.watch(worker)
 
     def with_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.all.values() if worker.role == role]

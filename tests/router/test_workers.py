@@ -8,6 +8,7 @@ import pytest
 
 from server.messages import Abort, Decode, Prefill
 from tests.router.conftest import HELLO, Cluster, Start, until
+from tests.router.test_admin import ADMIN
 from tests.router.test_errors import check_error
 
 
@@ -281,3 +282,30 @@ async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPat
     await cluster.colocated.start()
     worker = cluster.stack.workers.all["colocated-0"]
     await until(lambda: worker.reason == "fell silent")
+
+
+async def test_drain_and_resume(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    first, second = cluster.fakes["decode-0"], cluster.fakes["decode-1"]
+    first.stepwise = True
+    state = cluster.stack.workers.all["decode-0"]
+    cluster.stack.workers.drain(cluster.stack.workers.all["decode-1"], True)
+    asking = asyncio.create_task(cluster.chat())  # stays open there
+    await first.saw(Decode)
+    cluster.stack.workers.drain(cluster.stack.workers.all["decode-1"], False)
+    answer = await cluster.post("/admin/workers/decode-0/drain", {}, ADMIN)
+    assert (answer.json["state"], answer.json["open"]) == ("draining", 1)
+    for _ in range(3):
+        await cluster.chat()
+    assert len(first.heard(Decode)) == 1
+    first.step(100)
+    assert (await asking).status == 200
+    assert state.shown_state == "drained"
+
+    assert (await cluster.post("/admin/workers/decode-1/drain", {}, ADMIN)).status == 200
+    assert (await cluster.chat()).status == 503
+    assert (await cluster.post("/admin/workers/decode-1/resume", {}, ADMIN)).json["state"] == "connected"
+    count = len(second.heard(Decode))
+    assert (await cluster.chat()).status == 200
+    assert len(second.heard(Decode)) == count + 1
+    assert (await cluster.post("/admin/workers/decode-9/drain", {}, ADMIN)).status == 404

@@ -82,8 +82,10 @@ def change_and_ask(stack: Running, folder: Path, seconds: float) -> tuple[int, i
     changes, is_over = 0, threading.Event()
     with ThreadPoolExecutor(6) as clients:
         asking = [clients.submit(ask, number) for number in range(6)]
-        for turn in itertools.cycle(TURNS):
-            if is_over.wait(1.0) or time.monotonic() >= until:  # one change a second is the story
+        start = time.monotonic()
+        for second, turn in enumerate(itertools.cycle(TURNS), 1):  # one change a second is the story
+            is_over.wait(max(0.0, start + second - time.monotonic()))
+            if time.monotonic() >= until:
                 break
             done = stack.admin("/admin/knobs", "PATCH", {"values": turn}, url)
             assert done["pending"] == []
