@@ -6,6 +6,7 @@
 4. Leaving ends the thread and nothing else: the servers are not ours.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -117,6 +118,7 @@ class Console(App[None], inherit_bindings=False):
 
     def _poll(self) -> None:
         """Its own thread: a router that hangs for two seconds must not make a key wait."""
+        self._remember()
         while not self._ends.is_set():
             self._wake.clear()
             message: Message
@@ -131,6 +133,12 @@ class Console(App[None], inherit_bindings=False):
                 return
             self.post_message(message)
             self._wake.wait(self.model.refresh_s)
+
+    def _remember(self) -> None:
+        """The charts start with what the supervisor kept; a file that cannot be read costs only that."""
+        with contextlib.suppress(Exception):
+            for earlier in self.source.earlier():
+                self.model.history.add(frame(earlier))
 
     def on_arrived(self, message: Arrived) -> None:
         model, new = self.model, message.frame

@@ -31,6 +31,13 @@ def ms(value: float | None) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
+def span(value: float | None) -> str:
+    """With its unit: "67 ms", "1.1 s"."""
+    if value is None:
+        return "-"
+    return f"{value / 1000:.1f} s" if value >= 1000 else f"{ms(value)} ms"
+
+
 def pair(p50: float | None, p95: float | None) -> str:
     """ "212 / 640 ms", "2.9 / 7.1 s"."""
     if p50 is None or p95 is None:

@@ -20,6 +20,9 @@ from pdctl.samples import Samples
 from pdctl.snapshot import Json, LogTail, Reader, RouterReader, Snapshot, read_remote
 from pdctl.status import running
 
+# A second for each of the last two minutes, every fifth of a quarter of an hour: read in a third of a second.
+FULL_S, EARLIER_S, THINNED = 120.0, 900.0, 5
+
 
 class Source(Protocol):
     """`poll` raises PdctlError when nothing answers; so do the changes when they are refused."""
@@ -28,6 +31,7 @@ class Source(Protocol):
     is_read_only: bool
 
     def poll(self) -> Snapshot: ...
+    def earlier(self) -> list[Snapshot]: ...
     def change(self, values: Json, *, if_rev: int, reason: str, revert_after_s: float | None) -> Json: ...
     def undo(self) -> Json: ...
     def drain(self, worker: str) -> None: ...
@@ -60,6 +64,10 @@ class RouterSource:
 
     def poll(self) -> Snapshot:
         return read_remote(self._client(), self._router)
+
+    def earlier(self) -> list[Snapshot]:
+        """What was before the console came, oldest first, for its charts."""
+        return []
 
     def _call(self, method: str, path: str, body: Json | None = None) -> Json:
         if self.is_read_only:
@@ -114,6 +122,19 @@ class StackSource(RouterSource):
         snapshot = self._reader.read()
         return msgspec.structs.replace(snapshot, logs=self._tail.read())
 
+    def earlier(self) -> list[Snapshot]:
+        try:
+            samples = Samples(self._dir.history)
+        except UsageError:
+            return []
+        try:
+            now = time.time()
+            ages = [(index, now - at) for index, at in enumerate(samples.times)]
+            wanted = [i for i, age in ages if age < FULL_S or (age < EARLIER_S and i % THINNED == 0)]
+            return [samples.read(index) for index in wanted]
+        finally:
+            samples.close()
+
     def restart(self, worker: str) -> None:
         if self.is_read_only:
             raise Refused("READ_ONLY: this console was started with --read-only")
@@ -145,6 +166,9 @@ class ReplaySource:
         self.name = file.stem
         self._started = time.monotonic()
         self.position = 0
+
+    def earlier(self) -> list[Snapshot]:
+        return []
 
     def seek(self, index: int) -> None:
         """Playing goes on from there."""

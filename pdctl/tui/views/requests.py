@@ -104,5 +104,5 @@ def waterfall(opened: Json, width: int) -> list[Line]:
         length = max(1, min(room - begin, round((high - low) / top * room)))
         role = "spark" if name in ("prefill", "decode") else "accent" if name == "KV transfer" else "dim"
         line = Line(cell(name, 14), "bold").add("·" * begin, "dim").add("█" * length, role)
-        lines.append(line.fit(14 + room).add(cell(f"{numbers.ms(high - low)} ms", -10)))
-    return [*lines, Line(" " * 14 + "0".ljust(room - 6) + f"{numbers.ms(top)} ms".rjust(6), "dim")]
+        lines.append(line.fit(14 + room).add(cell(numbers.span(high - low), -10)))
+    return [*lines, Line(" " * 14 + "0".ljust(room - 6) + numbers.span(top).rjust(6), "dim")]
