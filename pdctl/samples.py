@@ -5,7 +5,6 @@ One row a snapshot, zlib over JSON: 3 to 5 KB each, 30 MB a file. No WAL: the on
 """
 
 import sqlite3
-import time
 import zlib
 from pathlib import Path
 
@@ -37,7 +36,7 @@ class Writer:
         self._db.execute("INSERT OR REPLACE INTO samples VALUES (?, ?)", (snapshot.at, data))
         self._count += 1
         if self._count % TRIM_EVERY == 1:
-            self._db.execute("DELETE FROM samples WHERE at < ?", (time.time() - self._kept_s,))
+            self._db.execute("DELETE FROM samples WHERE at < ?", (snapshot.at - self._kept_s,))
 
     def close(self) -> None:
         self._db.close()

@@ -208,6 +208,13 @@ class Console(App[None], inherit_bindings=False):
         moves.move(self.model, rows)
         self.redraw()
 
+    def action_focus_next(self) -> None:
+        """Textual's screens bind tab before any app can; with one canvas it is ours, in a dialog it moves the focus."""
+        if len(self.screen_stack) == 1:
+            self.action_panel()
+        else:
+            super().action_focus_next()
+
     def action_panel(self) -> None:
         self.model.panel = "tune" if self.model.panel == "workers" else "workers"
         self.redraw()
@@ -266,7 +273,9 @@ class Console(App[None], inherit_bindings=False):
     def _use_theme(self, name: str) -> None:
         self.theme_name = name
         self.ansi_color = name == "ansi"
-        self.theme = "textual-ansi" if name == "ansi" else f"pdctl-{name}"
+        # Textual's own theme for sixteen colours has had two names.
+        ansi = next(known for known in ("ansi-dark", "textual-ansi", "textual-dark") if known in self.available_themes)
+        self.theme = ansi if name == "ansi" else f"pdctl-{name}"
         self.canvas.use(themes.styles(name, is_mono=self._is_mono))
 
     def on_canvas_scrolled(self, message: Canvas.Scrolled) -> None:

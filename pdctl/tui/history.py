@@ -1,5 +1,6 @@
 """The last minutes as points: what sparklines and charts read. Counters become rates between two frames here."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -8,6 +9,8 @@ import msgspec
 from pdctl.tui.frame import Frame
 
 KEPT = 7200
+# Frames come about once a second: a gap shorter than this is between two of them, a longer one is a gap.
+BRIDGE_S = 2.5
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -80,4 +83,13 @@ class History:
             old = buckets[index]
             if value is not None and (old is None or value > old):
                 buckets[index] = value
-        return buckets
+        return _bridged(buckets, math.ceil(BRIDGE_S / step))
+
+
+def _bridged(values: list[float | None], most: int) -> list[float | None]:
+    """Fills gaps of less than `most` with the value before them."""
+    filled = list(values)
+    for index in range(1, len(values)):
+        if values[index] is None and any(value is not None for value in values[index : index + most]):
+            filled[index] = filled[index - 1]
+    return filled

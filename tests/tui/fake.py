@@ -68,6 +68,7 @@ def knobs(rev: int = 3, **now: Any) -> Json:
     found = {
         "router.queue_high": knob(50, 50, 1, 4096, unit="requests"),
         "prefill.token_budget": knob(2048, 4096, 64, 8192, applies="next step"),
+        "prefill.queue_high": knob(8, 8, 1, 4096, unit="prompts"),
         "transfer.chunk_tokens": knob(64, 64, 16, 8192, step=16, applies="next push"),
         "decode.kv_low": knob(0.8, 0.8, 0.05, 1.0, unit="share"),
         "decode.kv_high": knob(0.92, 0.92, 0.05, 1.0, unit="share"),

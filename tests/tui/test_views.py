@@ -84,6 +84,7 @@ def test_figures_stand_on_the_screen() -> None:
         "212 / 640 ms",
         "6/50",
         "workers 2/2",
+        "4/8",
         "38.2k tok/s",
         "7.2 / 19 ms",
         "11.8 GiB/s",
