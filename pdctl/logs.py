@@ -119,15 +119,16 @@ class Follower:
         self._rest = b""
         self._open(at_end=True)
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def new(self) -> Iterator[Line]:
         yield from self._drain()
         if self._is_rotated():
             self._open(at_end=False)
             yield from self._drain()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
     def _drain(self) -> Iterator[Line]:
         if self._file is None:

@@ -57,6 +57,7 @@ class Recorder:
                     logger.warning("a sample was not kept: %s", error)
                 last_problem = str(error)
         writer.close()
+        tail.close()
 
     def _sample(self, writer: Writer, reader: Reader, tail: LogTail) -> None:
         snapshot = reader.read()

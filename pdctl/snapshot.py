@@ -135,6 +135,10 @@ class LogTail:
             self._lines.append(LogLine(line.process, line.at, line.level, line.text))
         return list(self._lines)
 
+    def close(self) -> None:
+        for follower in self._followers.values():
+            follower.close()
+
 
 def _supervisor(recorded: Stack) -> tuple[str, Stack]:
     identity = supervisor_of(recorded)

@@ -91,6 +91,8 @@ class Console(App[None], inherit_bindings=False):
         self._folder = folder or Path.cwd()
         self._is_mono = bool(os.environ.get("NO_COLOR"))
         self._wake, self._ends = threading.Event(), threading.Event()
+        # A daemon: a router that hangs must not keep a console that was left.
+        self.poller = threading.Thread(target=self._poll, name="poll", daemon=True)
         self._alert_lines: deque[LogLine] = deque(maxlen=MAX_ALERTS)
         self._message_until = 0.0
         self._writer: Writer | None = None
@@ -106,7 +108,7 @@ class Console(App[None], inherit_bindings=False):
         self._use_theme(self.theme_name)
         self.set_keymap({id: key for id, key in self.command_keymap.items() if id in keys.ids()})
         self.canvas.focus()
-        threading.Thread(target=self._poll, name="poll", daemon=True).start()
+        self.poller.start()
 
     def on_unmount(self) -> None:
         self._ends.set()

@@ -48,7 +48,10 @@ def pair(p50: float | None, p95: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    return "-" if value is None else f"{value * 100:.0f}%"
+    """Errors of 0.1 % are not none."""
+    if value is None:
+        return "-"
+    return f"{value * 100:.1f}%" if 0 < value < 0.01 else f"{value * 100:.0f}%"
 
 
 def clock(seconds: float) -> str:

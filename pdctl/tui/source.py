@@ -135,6 +135,9 @@ class StackSource(RouterSource):
         finally:
             samples.close()
 
+    def close(self) -> None:
+        self._tail.close()
+
     def restart(self, worker: str) -> None:
         if self.is_read_only:
             raise Refused("READ_ONLY: this console was started with --read-only")

@@ -38,8 +38,8 @@ class Driver:
         field.value = text
         await self.pilot.pause()
 
-    async def until(self, condition: Callable[[], Any], what: str = "") -> Any:
-        async with asyncio.timeout(10):
+    async def until(self, condition: Callable[[], Any], what: str = "", *, within_s: float = 10.0) -> Any:
+        async with asyncio.timeout(within_s):
             while not (found := condition()):
                 await asyncio.sleep(0.01)
         await self.pilot.pause()
@@ -64,10 +64,14 @@ class Driver:
 async def console(
     source: Source | None = None, *, size: tuple[int, int] = (120, 36), folder: Path | None = None, **more: Any
 ) -> AsyncIterator[Driver]:
-    clock = (lambda: START + 1) if source is None or isinstance(source, FakeSource) else None
-    given = {"clock": clock} if clock else {}
-    app = Console(source or FakeSource(), folder=folder, refresh_s=more.pop("refresh_s", 0.5), **given, **more)
+    given: dict[str, Any] = {}
+    if source is None or isinstance(source, FakeSource):
+        given["clock"] = lambda: START + 1
+    source = source or FakeSource()
+    app = Console(source, folder=folder, refresh_s=more.pop("refresh_s", 0.5), **given, **more)
     async with app.run_test(size=size) as pilot:
         driver = Driver(app, pilot)
         await driver.until(lambda: app.model.frame is not None, "the first frame")
         yield driver
+    app.poller.join(10)
+    source.close()

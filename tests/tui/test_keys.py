@@ -392,7 +392,6 @@ async def test_a_recording_plays_stops_and_goes_back(tmp_path: Path) -> None:
         assert driver.model.frame.at == START
         await driver.press("x", "p")
         await driver.until(lambda: not driver.model.paused)
-    source.close()
 
 
 def test_keys_that_terminals_keep_are_not_bound() -> None:
