@@ -76,6 +76,8 @@ class Stack(msgspec.Struct):
     profile_file: str = ""
     profile: dict[str, Any] = {}
     processes: list[ProcessInfo] = []
+    scaling: str = ""  # "decode=2" while that is being done
+    scale_problem: str = ""  # why the last one was not
 
     @property
     def url(self) -> str:

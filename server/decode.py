@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from server.boot import Boot
+from server.engine.build import CPU_LOCAL_PREFILL, GPU_LOCAL_PREFILL
+from server.engine.engine import StepResult
+from server.engine.local_prefill import LocalPrefill
 from server.errors import PdctlError
 from server.ledger import Entry
 from server.messages import (
@@ -63,6 +66,8 @@ class DecodeWorker(Worker[DecodeEntry]):
     def __init__(self, boot: Boot) -> None:
         super().__init__(boot)
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
+        start = GPU_LOCAL_PREFILL if boot.config.decode.gpus else CPU_LOCAL_PREFILL
+        self._local_prefill = LocalPrefill(boot.config.slo.tpot_p95, start)
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
         return super().handlers() | {
@@ -99,6 +104,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         return Card(same=self.facts, offer=self.offer)
 
     def joined(self, channel: Channel) -> None:
+        super().joined(channel)
         if channel.peer.role == "prefill":
             self.transfer.call(self._join, channel)
 
@@ -286,7 +292,16 @@ class DecodeWorker(Worker[DecodeEntry]):
         self._grant()
 
     def turn(self) -> None:
+        self._use_local_prefill()
         self._grant()  # a mark may have moved
+
+    def stepped(self, result: StepResult) -> None:
+        self._local_prefill.observe(result.batch, result.seconds)
+        self._use_local_prefill()
+
+    def _use_local_prefill(self) -> None:
+        if self.config.decode.prefill_tokens == "auto":
+            self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
     def tick(self, now: float) -> None:
         for entry in self.ledger:
@@ -306,7 +321,11 @@ class DecodeWorker(Worker[DecodeEntry]):
                 **{name: getattr(load, name) for name in load.__struct_fields__},
                 "slots_total": counts.total,
                 "slots_free": counts.idle,
-                "counters": {**self.counters, **self.transfer.counters()},
+                "counters": {
+                    **self.counters,
+                    **self.transfer.counters(),
+                    "local_prefill_tokens": self.engine.scheduler.limits.local_prefill_tokens or 0,
+                },
             }
         )
 

@@ -22,7 +22,7 @@ from server.engine.engine import StepResult
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry
-from server.messages import Abort, Done, Grant, GrantRequest, Prefill, Renew, SeqToken, SlotCredit, Tokens
+from server.messages import Abort, Done, Grant, GrantRequest, Peers, Prefill, Renew, SeqToken, SlotCredit, Tokens
 from server.sequence import SeqId, Sequence
 from server.transfer.build import sending_side
 from server.wire import Channel, connect, greet
@@ -54,10 +54,16 @@ class PrefillWorker(Worker[PrefillEntry]):
     def __init__(self, boot: Boot) -> None:
         super().__init__(boot)
         self.links: dict[str, Channel] = {}
+        self.peers: dict[str, str] = {}  # decode workers that there are, linked or not
         self._renewed = 0.0
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
-        return super().handlers() | {Grant: self.on_grant, SlotCredit: self.on_credit, Done: self.on_done}
+        return super().handlers() | {
+            Grant: self.on_grant,
+            SlotCredit: self.on_credit,
+            Done: self.on_done,
+            Peers: self.on_peers,
+        }
 
     # -- links to decode workers ---------------------------------------------------------------------------------
 
@@ -83,14 +89,24 @@ class PrefillWorker(Worker[PrefillEntry]):
         self.sender.max_inflight = self.config.transfer.max_inflight
 
     def start_links(self) -> None:
-        for name, address in self.boot.addresses.items():
-            if name.startswith("decode-"):
-                self.spawn(self._link(name, address))
+        self._meet({name: address for name, address in self.boot.addresses.items() if name.startswith("decode-")})
+
+    def on_peers(self, channel: Channel, message: Peers) -> None:
+        self._meet(message.addresses)
+
+    def _meet(self, addresses: dict[str, str]) -> None:
+        new = addresses.keys() - self.peers.keys()
+        for name in self.peers.keys() - addresses.keys():
+            if (link := self.links.get(name)) is not None:
+                link.abort()
+        self.peers = dict(addresses)
+        for name in sorted(new):
+            self.spawn(self._link(name, addresses[name]))
 
     async def _link(self, name: str, address: str) -> None:
-        """Keeps one connection to `name`, for ever."""
+        """Keeps one connection to `name` for as long as it is a peer."""
         delay = RELINK_S[0]
-        while True:
+        while self.peers.get(name) == address:
             try:
                 channel = await connect(address)
                 await greet(channel, self.me, self.secret, self.card())
@@ -105,6 +121,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             await asyncio.sleep(delay)
 
     def joined(self, channel: Channel) -> None:
+        super().joined(channel)
         if channel.peer.role == "decode" and channel.card is not None:
             self.links[channel.peer.name] = channel
             self.transfer.call(self.sender.connect_peer, channel.peer.instance, channel.card.offer)

@@ -31,19 +31,23 @@ from server.knobs import turned
 from server.ledger import Entry, Ledger
 from server.logs import setup
 from server.messages import (
+    NAME_BYTES,
     Abort,
     AbortAck,
     AnyMessage,
+    Blocks,
     Card,
     Done,
     Heartbeat,
     Load,
+    NotResident,
     Prefill,
     SeqToken,
     SetKnobs,
     Tokens,
 )
 from server.sequence import Sequence
+from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
 
 HEARTBEAT_S = 1.0
@@ -74,6 +78,7 @@ class Worker(Generic[E]):
         self._stopping = threading.Event()
         self._busy_s = 0.0
         self._share = 0.0
+        self._utilisation = -1.0
         self.config = boot.config  # with the knobs as they are now
         self.rev = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -194,7 +199,11 @@ class Worker(Generic[E]):
         }
 
     def joined(self, channel: Channel) -> None:
-        """A peer passed the handshake."""
+        """A peer passed the handshake. A router learns which prefixes are cached here."""
+        if channel.peer.role == "router" and self.engine.scheduler.pool.is_watched:
+            with self.engine.lock:
+                stored = b"".join(digest[:NAME_BYTES] for digest in self.engine.scheduler.pool.digests)
+            channel.send(Blocks(stored, is_all=True))
 
     def lost(self, channel: Channel) -> None:
         """A closed connection cancels what it owns."""
@@ -208,10 +217,18 @@ class Worker(Generic[E]):
         """The whole sequence here."""
         if self.ledger.knew(message.id):
             return
+        if message.num_resident and not self._is_resident(message):
+            channel.send(NotResident(message.id))
+            return
         seq = Sequence(message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt)
         entry = cast("E", self.new_entry(seq, channel))
         self.ledger.add(entry)
         self.admit(entry)
+
+    def _is_resident(self, message: Prefill) -> bool:
+        pool = self.engine.scheduler.pool
+        with self.engine.lock:
+            return len(pool.match(message.prompt[:-1], message.salt)) * pool.block_size >= message.num_resident
 
     def new_entry(self, seq: Sequence, owner: Channel) -> Entry:
         return Entry(seq, owner, heard=self.clock())
@@ -321,6 +338,8 @@ class Worker(Generic[E]):
             entry = self.ledger.get(seq.id)
             if entry is not None:
                 self.fail(entry, f"the engine failed on it: {result.error}")
+        if any(step.finished for step in result.steps):
+            self._publish()  # the next turn of a conversation comes soon after the last token of this one
         self.after_step()
 
     def advanced(self, entry: E, step: Step) -> None:
@@ -338,6 +357,20 @@ class Worker(Generic[E]):
     def after_step(self) -> None:
         """Blocks may be free now."""
 
+    def _publish(self) -> None:
+        """Tells routers which prefixes came and went since the last time."""
+        with self.engine.lock:
+            changes = self.engine.scheduler.pool.take_changes()
+        if changes:
+            stored = b"".join(digest[:NAME_BYTES] for digest, is_here in changes.items() if is_here)
+            removed = b"".join(digest[:NAME_BYTES] for digest, is_here in changes.items() if not is_here)
+            self._tell_routers(Blocks(stored, removed))
+
+    def _tell_routers(self, message: AnyMessage) -> None:
+        for channel in self.channels:
+            if channel.peer.role == "router":
+                channel.send(message)
+
     # -- timers --------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
@@ -350,6 +383,7 @@ class Worker(Generic[E]):
 
     async def _tick_forever(self) -> None:
         busy_before, then = self._busy_s, self.clock()
+        device = Utilisation(bool(self.boot.config.pool(self.role).gpus))
         while True:
             await asyncio.sleep(LOAD_S)
             now = self.clock()
@@ -359,13 +393,13 @@ class Worker(Generic[E]):
                 self.ledger.prune(now)
                 self.tick(now)
                 self._share = min(1.0, share)
+                self._utilisation = device.sample()
                 load = self.load(self._share)
             except Exception:
                 logger.exception("tick")
                 continue
-            for channel in self.channels:
-                if channel.peer.role == "router":
-                    channel.send(load)
+            self._tell_routers(load)
+            self._publish()
 
     def tick(self, now: float) -> None:
         """Leases and other things that end by themselves."""
@@ -391,6 +425,7 @@ class Worker(Generic[E]):
             counters=dict(self.counters),
             integrity=integrity,
             rev=self.rev,
+            utilisation=self._utilisation,
         )
 
 

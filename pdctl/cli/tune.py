@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(history)
     app.command()(drain)
     app.command()(resume)
+    app.command()(scale)
 
 
 def get(
@@ -163,6 +164,30 @@ def resume(
     """Work again for a drained worker."""
     answer = _client(context, name).call("POST", f"/admin/workers/{worker}/resume")
     note(f"{worker} is {answer['state']}")
+    return Exit.OK
+
+
+def scale(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="POOL=COUNT", help="such as decode=2")],
+    name: NameOption = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="give up waiting after it")] = "20m",
+) -> int:
+    """Workers more or fewer of a pool; nothing else is restarted, and those that leave end what they have."""
+    from pdctl.cli.run import seconds
+    from pdctl.control import ask
+    from pdctl.exits import Refused
+    from pdctl.scale import parse, wait
+
+    stack = _stack(context, name)
+    role, count = parse(target)
+    answer = ask(stack.control, {"op": "scale", "role": role, "workers": count})
+    if not answer.get("ok"):
+        raise Refused(str(answer.get("error")))
+    problem = wait(lambda: ask(stack.control, {"op": "status"}, timeout_s=5.0), seconds(timeout) or 1200.0)
+    if problem:
+        raise Refused(problem)
+    note(f"{role} has {count} workers")
     return Exit.OK
 
 

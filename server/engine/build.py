@@ -23,7 +23,7 @@ from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler
 from server.errors import StartError
 
-# Prompt tokens a decode worker computes in a step in which others decode, so that they hardly notice.
+# Prompt tokens a decode worker computes in a step in which others decode, until steps have been measured.
 CPU_LOCAL_PREFILL: Final = 32
 GPU_LOCAL_PREFILL: Final = 256
 
@@ -45,6 +45,7 @@ def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None])
     )
     runner.load(progress)
     blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache)
+    blocks.is_watched = config.router.policy == "kv-aware"
     limits = limits_for(config, role, runner.max_len)
     return Engine(Scheduler(limits, blocks, time.monotonic), runner, time.monotonic)
 

@@ -70,6 +70,7 @@ class Counters:
 class Scheduler:
     def __init__(self, limits: Limits, pool: BlockPool, clock: Callable[[], float]) -> None:
         self.limits = limits
+        self.pool = pool
         self._tables = BlockTables(pool)
         self._roster = Roster()
         self._admission = Admission(limits, self._tables, self._roster, clock)

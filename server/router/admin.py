@@ -7,7 +7,6 @@
 
 import os
 import time
-from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -16,10 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.metrics import RouterMetrics, Sample
+from server.metrics import RouterMetrics
 from server.router.app import guarded
+from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request, unavailable
+from server.router.gauges import samples
 from server.router.http import Keys, json_response
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
@@ -87,7 +88,7 @@ class Admin:
         self._names = names
         self._store = store
         self._started = time.time()
-        metrics.add_samples(self._samples)
+        metrics.add_samples(lambda: samples(dispatcher))
 
     def routes(self) -> list[Route]:
         return [
@@ -150,7 +151,7 @@ class Admin:
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
         body = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
-        return json_response({**body, "stats": self._stats.as_dict()})
+        return json_response({**body, "hybrid": _hybrid(dispatcher.chooser), "stats": self._stats.as_dict()})
 
     async def requests(self, request: Request) -> Response:
         """The newest first, those under way among them. `?limit=100`"""
@@ -172,19 +173,22 @@ class Admin:
         body = {"id": name, "request_id": records[0].request, "pdctl": records[0].as_dict(), "sequences": sequences}
         return json_response(body)
 
-    def _samples(self) -> Iterable[Sample]:
-        for worker in self._dispatcher.workers.all.values():
-            labels = {"worker": worker.name, "role": worker.role}
-            yield "pdctl_worker_up", "1 while connected", labels, float(worker.is_connected)
-            yield "pdctl_worker_open", "Sequences the router has there", labels, float(len(worker.open))
-            for name, value in _load(worker).items():
-                if isinstance(value, int | float):
-                    yield f"pdctl_worker_{name}", f"Load.{name} as last reported", labels, float(value)
-
 
 def _status(is_good: bool, state: str) -> Response:
     headers = {} if is_good else {"Retry-After": "5"}
     return json_response({"status": state}, 200 if is_good else 503, headers)
+
+
+def _hybrid(chooser: Chooser) -> dict[str, Any]:
+    """What decides between one worker and two, and what was measured for it."""
+    is_auto = chooser.threshold is None
+    return {
+        "threshold_tokens": chooser.crossover.tokens if is_auto else chooser.threshold,
+        "is_auto": is_auto,
+        "crossover": chooser.crossover.table(),
+        "prefill_tokens_per_s": round(chooser.rates.prefill.value, 1),
+        "local_tokens_per_s": round(chooser.rates.local.value, 1),
+    }
 
 
 def _load(worker: Worker) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from server.messages import Abort, Decode, Done, Prefill, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
 from server.router.workers import Event, Expired, Inbox, Lost, Worker
@@ -49,13 +49,28 @@ class Route:
         return all(worker.is_connected for worker in self.workers)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A route for one prompt, and what it counts on."""
+
+    route: Route
+    num_to_read: int  # prompt tokens that whoever reads it is believed not to have cached
+    num_resident: int = 0  # path `resident`: the worker is believed to hold as many, all but the last block
+    otherwise: "Plan | None" = None  # when it does not
+    num_uncached: int = 0  # on the best single worker: what the choice between one worker and two was made by
+
+    @property
+    def path(self) -> str:
+        return "resident" if self.num_resident else self.route.path
+
+
 class Attempt:
-    """One try of one sequence on one route."""
+    """One try of one sequence by one plan; by the other one, if what it counted on is not so."""
 
     def __init__(
         self,
         seq_id: SeqId,
-        route: Route,
+        plan: Plan,
         prompt: list[int],
         params: SamplingParams,
         record: Record,
@@ -64,7 +79,7 @@ class Attempt:
         deadline_s: float = 0.0,
     ) -> None:
         self.id = seq_id
-        self.route = route
+        self.plan = plan
         self.record = record
         self.reason = ""  # "stop" | "length" once over
         self._prompt = prompt
@@ -73,29 +88,40 @@ class Attempt:
         self._deadline_s = deadline_s
         self._inbox: Inbox = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
+        self._reader: Worker | None = None  # until the first token
         self._next = 0
         self._ahead: dict[int, Token] = {}
 
     async def __aenter__(self) -> Self:
-        route, record = self.route, self.record
-        record.path, record.decode = route.path, route.worker.name
-        record.prompt_tokens = len(self._prompt)
-        record.sent = time.perf_counter()
-        if route.prefill is None:
-            route.worker.attach(self.id, self._inbox, len(self._prompt))
-            route.worker.send(Prefill(self.id, self._prompt, self._params, self._salt))
-        else:
-            record.prefill = route.prefill.name
-            route.prefill.attach(self.id, self._inbox, len(self._prompt))
-            route.worker.attach(self.id, self._inbox, 0)
-            route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
-            route.worker.send(Decode(self.id, self._prompt, self._params, self._salt, route.prefill.name))
+        self._send()
         if self._deadline_s:
             # A timer puts an event where the tokens come in, so that no wait for a token needs a timeout of its own.
-            left = record.arrival + self._deadline_s - time.perf_counter()
+            left = self.record.arrival + self._deadline_s - time.perf_counter()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, left), self._inbox.put_nowait, Expired())
         return self
+
+    @property
+    def route(self) -> Route:
+        return self.plan.route
+
+    def _send(self) -> None:
+        plan, route, record = self.plan, self.route, self.record
+        record.path, record.decode, record.prefill = plan.path, route.worker.name, ""
+        record.prompt_tokens, record.uncached_tokens = len(self._prompt), plan.num_uncached
+        record.sent = time.perf_counter()
+        self._reader = route.prefill or route.worker
+        self._reader.begin_reading(plan.num_to_read)
+        if route.prefill is None:
+            route.worker.attach(self.id, self._inbox)
+            message = Prefill(self.id, self._prompt, self._params, self._salt, num_resident=plan.num_resident)
+            route.worker.send(message)
+        else:
+            record.prefill = route.prefill.name
+            route.prefill.attach(self.id, self._inbox)
+            route.worker.attach(self.id, self._inbox)
+            route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
+            route.worker.send(Decode(self.id, self._prompt, self._params, self._salt, route.prefill.name))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,6 +148,7 @@ class Attempt:
                 if event.index >= self._next:
                     self._ahead.setdefault(event.index, event.token)
                 if event.index == 0:
+                    self._has_read()
                     self.record.cached_tokens = max(self.record.cached_tokens, event.num_cached)
             case Lost():
                 lost = next((w for w in self.route.workers if w.name == event.worker and self.id in w.open), None)
@@ -129,6 +156,8 @@ class Attempt:
                     raise unavailable(f"worker {event.worker} was lost while it held this request", "worker_lost")
                 if lost is not None:
                     self._go_alone(lost)
+            case NotResident():
+                self._go_otherwise(event)
             case Expired():
                 raise timed_out(self._deadline_s)
             case (name, done):
@@ -158,6 +187,21 @@ class Attempt:
         self.record.path, self.record.prefill = "colocated", ""
         self.route.worker.send(Prefill(self.id, self._prompt, self._params, self._salt))
 
+    def _go_otherwise(self, event: NotResident) -> None:
+        """The router's view of that worker's cache was old. Nothing has begun there."""
+        if event.id != self.id or self.plan.otherwise is None:
+            return
+        self._leave(self.route.worker)
+        self.plan = self.plan.otherwise
+        self.id = SeqId(self.id.router, self.id.seq, self.id.attempt + 1)
+        self._send()
+
+    def _has_read(self) -> None:
+        if self._reader is not None:
+            self._reader.end_reading(self.plan.num_to_read)
+            self._reader = None
+
     def _leave(self, worker: Worker) -> bool:
-        reads = self.route.prefill or self.route.worker
-        return worker.detach(self.id, len(self._prompt) if worker is reads else 0)
+        if worker is self._reader:
+            self._has_read()
+        return worker.detach(self.id)

@@ -1,4 +1,6 @@
-"""The audit log: one JSON line a revision, written before a change is reported done, read again by the next router.
+"""What a router leaves for the next one of the same run: the audit log and who is drained.
+
+The log is one JSON line a revision, written before a change is reported done, read again by the next router.
 
 A run is one `up`. A router that restarts within a run takes up the knobs where they were; a new run starts from the
 profile, and its revisions follow in the same file.
@@ -16,6 +18,27 @@ from server.router.knobs import Entry
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
+
+
+class DrainRecord:
+    """Which workers an operator has drained: a router that restarts must not give them work again."""
+
+    def __init__(self, folder: str | Path, run_id: str) -> None:
+        self._path = Path(folder) / "drained.json"
+        self._run_id = run_id
+
+    def read(self) -> list[str]:
+        try:
+            fields: dict[str, Any] = msgspec.json.decode(self._path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return []
+        return list(fields.get("workers", [])) if fields.get("run") == self._run_id else []
+
+    def write(self, workers: list[str]) -> None:
+        """Raises OSError."""
+        part = self._path.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode({"run": self._run_id, "workers": workers}))
+        part.replace(self._path)
 
 
 class AuditLog:

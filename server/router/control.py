@@ -1,7 +1,7 @@
 """The admin API that changes things: knobs, their history, and who watches. docs/admin-api.md is its reference."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from sse_starlette import EventSourceResponse
@@ -10,12 +10,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.router.app import guarded
+from server.router.audit import DrainRecord
+from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
 from server.router.http import Keys, json_response, read_body
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
-from server.router.workers import Workers
+from server.router.workers import Worker
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=7 * 86400)]
@@ -45,10 +47,24 @@ class Reset(msgspec.Struct, forbid_unknown_fields=True):
     by: Note = ""
 
 
+class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
+    name: Note
+    role: Literal["decode", "colocated"]
+    address: Note
+
+
 class Control:
-    def __init__(self, tuning: Tuning, workers: Workers, events: Events, keys: Keys) -> None:
+    def __init__(
+        self, tuning: Tuning, dispatcher: Dispatcher, drained: DrainRecord, events: Events, keys: Keys
+    ) -> None:
+        """Workers that an earlier router of this run had drained stay so."""
         self._tuning = tuning
-        self._workers = workers
+        self._dispatcher = dispatcher
+        self._workers = dispatcher.workers
+        self._drained = drained
+        for name in drained.read():
+            if (worker := self._workers.all.get(name)) is not None:
+                worker.is_draining = True
         self._events = events
         self._keys = keys
 
@@ -60,6 +76,8 @@ class Control:
             Route("/admin/knobs/reset", guarded(self.reset), methods=["POST"]),
             Route("/admin/audit", guarded(self.audit)),
             Route("/admin/events", guarded(self.events)),
+            Route("/admin/workers", guarded(self.add_worker), methods=["POST"]),
+            Route("/admin/workers/{name}", guarded(self.remove_worker), methods=["DELETE"]),
             Route("/admin/workers/{name}/drain", guarded(self.drain), methods=["POST"]),
             Route("/admin/workers/{name}/resume", guarded(self.resume), methods=["POST"]),
         ]
@@ -113,14 +131,37 @@ class Control:
 
     def _set_draining(self, request: Request, is_draining: bool) -> Response:
         self._keys.check(request.headers)
+        worker = self._worker(request)
+        self._workers.drain(worker, is_draining)
+        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
+        return json_response(
+            {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
+        )
+
+    def _worker(self, request: Request) -> Worker:
         worker = self._workers.all.get(request.path_params["name"])
         if worker is None:
             known = ", ".join(self._workers.all)
             raise ApiError(404, f"there is no such worker; there are: {known}", param="name", code="UNKNOWN_WORKER")
-        self._workers.drain(worker, is_draining)
-        return json_response(
-            {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
-        )
+        return worker
+
+    async def add_worker(self, request: Request) -> Response:
+        self._keys.check(request.headers)
+        body = _decode(await read_body(request), NewWorker)
+        if body.name in self._workers.all:
+            raise ApiError(409, f"there is a worker {body.name}", param="name", code="CONFLICTS_WITH")
+        worker = self._workers.add(body.name, body.role, body.address)
+        self._dispatcher.find_routes()
+        return json_response({"version": 1, "worker": worker.name, "state": worker.shown_state, "open": 0})
+
+    async def remove_worker(self, request: Request) -> Response:
+        self._keys.check(request.headers)
+        worker = self._worker(request)
+        if worker.is_connected and not worker.is_drained:
+            raise ApiError(409, f"{worker.name} is not drained", param="name", code="CONFLICTS_WITH")
+        await self._workers.remove(worker)
+        self._dispatcher.find_routes()
+        return json_response({"version": 1, "worker": worker.name, "state": "removed", "open": 0})
 
     async def events(self, request: Request) -> Response:
         self._keys.check(request.headers)

@@ -10,17 +10,17 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from server.config import Config
 from server.knobs import Value
-from server.router.attempt import Attempt, Route
+from server.router.attempt import Attempt, Plan, Route
+from server.router.choice import Chooser
 from server.router.errors import overloaded, unavailable
 from server.router.timing import Record
 from server.router.workers import Worker, Workers
 from server.sequence import SamplingParams, SeqId
 
-AUTO_THRESHOLD = 256
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 60
 
@@ -28,32 +28,44 @@ MAX_RETRY_AFTER_S = 60
 class Dispatcher:
     """Chooses routes, counts what waits, and says no early."""
 
-    def __init__(self, workers: Workers, config: Config) -> None:
+    def __init__(self, workers: Workers, config: Config, max_len: int) -> None:
         self.workers = workers
-        self._policy = config.router.policy
         self.queue_high = config.router.queue_high
-        self.prefill_queue_high = config.prefill.queue_high
-        self.threshold = AUTO_THRESHOLD
-        self.use_knobs({"hybrid.threshold_tokens": config.hybrid.threshold_tokens})
+        self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
+        self.on_threshold: Callable[[int], None] = lambda tokens: None
+        self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
+        self.use_knobs(
+            {
+                "hybrid.threshold_tokens": config.hybrid.threshold_tokens,
+                "prefill.queue_high": config.prefill.queue_high,
+            }
+        )
         self.waiting = 0
         self.running = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._proven: dict[str, tuple[str, str]] = {}
-        self._turn = itertools.count()
         self._number = itertools.count(1)
         self._first_tokens: deque[float] = deque(maxlen=10_000)
-        pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
-        self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+        self.routes: list[Route] = []
+        self.find_routes()
 
     def use_knobs(self, values: Mapping[str, Value]) -> None:
         """From the next request on."""
+        chooser = self.chooser
         self.queue_high = int(values.get("router.queue_high", self.queue_high))
-        self.prefill_queue_high = int(values.get("prefill.queue_high", self.prefill_queue_high))
-        threshold = values.get("hybrid.threshold_tokens", self.threshold)
-        self.threshold = AUTO_THRESHOLD if threshold == "auto" else int(threshold)
+        chooser.queue_high = int(values.get("prefill.queue_high", chooser.queue_high))
+        threshold = values.get("hybrid.threshold_tokens", chooser.threshold)
+        chooser.threshold = None if threshold is None or threshold == "auto" else int(threshold)
 
     # routes
+
+    def find_routes(self) -> None:
+        """Anew, of the workers that there are now. A proof stays with the route's name and instances."""
+        workers = self.workers
+        pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
+        self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+        workers.changed.set()
 
     def prove(self, route: Route, instances: tuple[str, str]) -> None:
         self._proven[route.name] = instances
@@ -69,19 +81,33 @@ class Dispatcher:
     def can_serve(self) -> bool:
         return any(map(self.is_open, self.routes)) or bool(self._alone())
 
-    def choose(self, num_prompt: int) -> Route:
+    def choose(self, prompt: Sequence[int], salt: str = "", handle: str = "") -> Plan:
         """Raises ApiError 503 when no worker can take it."""
         pairs = [route for route in self.routes if route.prefill is not None and self.is_open(route)]
         alone = [Route(worker) for worker in self._alone()]
-        wants_pair = num_prompt >= self.threshold or not alone
-        candidates = pairs if pairs and wants_pair else alone
-        if not candidates:
+        plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle))
+        if plan is None:
             raise unavailable("no worker is ready", "no_worker")
-        turn = next(self._turn)
-        if self._policy == "round-robin":
-            return candidates[turn % len(candidates)]
-        ahead = turn % len(candidates)  # ties go round
-        return min(candidates[ahead:] + candidates[:ahead], key=_load)
+        return plan
+
+    def _pinned(self, handle: str) -> Worker | None:
+        """Whom a handle from an earlier turn names, if it is still that process."""
+        name, _, instance = handle.partition(".")
+        worker = self.workers.all.get(name)
+        return worker if worker is not None and instance and worker.instance.startswith(instance) else None
+
+    def observe(self, record: Record) -> None:
+        """A sequence is over: what it tells about rates and about the better path for its length."""
+        self.watch(record)
+        self.chooser.rates.observe(record)
+        if record.second and self.chooser.threshold is None:
+            moved = self.chooser.crossover.observe(
+                is_local=record.path != "pd",
+                num_uncached=record.uncached_tokens,
+                seconds=record.second - record.sent,
+            )
+            if moved:
+                self.on_threshold(self.chooser.crossover.tokens)
 
     def _alone(self) -> list[Worker]:
         """Who can do a whole sequence: the colocated pool; without one, decode workers that a pair has proven."""
@@ -99,7 +125,7 @@ class Dispatcher:
 
     def open(
         self,
-        route: Route,
+        plan: Plan,
         prompt: list[int],
         params: SamplingParams,
         record: Record,
@@ -108,7 +134,7 @@ class Dispatcher:
         deadline_s: float = 0.0,
     ) -> Attempt:
         seq_id = SeqId(self.workers.me.instance, next(self._number), 0)
-        return Attempt(seq_id, route, prompt, params, record, salt=salt, deadline_s=deadline_s)
+        return Attempt(seq_id, plan, prompt, params, record, salt=salt, deadline_s=deadline_s)
 
     # the queue
 
@@ -144,10 +170,3 @@ class Dispatcher:
             self._first_tokens.popleft()
         rate = len(self._first_tokens) / RATE_WINDOW_S
         return MAX_RETRY_AFTER_S if not rate else max(1, min(MAX_RETRY_AFTER_S, math.ceil(self.waiting / rate)))
-
-
-def _load(route: Route) -> tuple[bool, int, int]:
-    """Least first. What the router itself has sent is fresher than any Load; over the high mark comes last."""
-    load = route.worker.load
-    queued = route.prefill.prompt_tokens if route.prefill else route.worker.prompt_tokens
-    return (load is not None and load.over_high, queued, len(route.worker.open))

@@ -23,6 +23,7 @@ from server.router.openai import Request, pick_seed, sampling
 from server.router.stats import Stats
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
+from server.router.workers import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,14 @@ class Job:
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
+    tenant: str = ""  # whose key it came with
+    handle: str = ""  # of the conversation's last turn, if the client sent one
+    workers: list[Worker] = field(default_factory=list)  # that give the output
+
+    @property
+    def next_handle(self) -> str:
+        """Names the worker that will hold this conversation's KV, for the next turn."""
+        return f"{self.workers[0].name}.{self.workers[0].instance[:12]}" if self.workers else ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -173,11 +182,12 @@ class Generator:
         )
         stop: str | int | None = None
         last_id = -1
-        route = self._dispatcher.choose(len(prompt))
-        attempt = self._dispatcher.open(
-            route, prompt, params, record, salt=request.cache_salt or "", deadline_s=self._timeout_s
-        )
+        # Prefixes are shared by those who use the same key and salt, and nobody else.
+        salt = "/".join(filter(None, (job.tenant, request.cache_salt)))
+        plan = self._dispatcher.choose(prompt, salt, job.handle)
+        attempt = self._dispatcher.open(plan, prompt, params, record, salt=salt, deadline_s=self._timeout_s)
         async with attempt:
+            job.workers.append(attempt.route.worker)
             while (token := await attempt.next()) is not None:
                 last_id = token.id
                 delta = decoder.feed(token)
@@ -202,6 +212,7 @@ class Generator:
             record.reason = record.reason or "aborted"
             if record.path:
                 _observe(metrics, self._stats, record)
+                self._dispatcher.observe(record)
         first = job.records[0] if job.records else Record(arrival=job.arrival)
         fields = {
             "id": job.id,

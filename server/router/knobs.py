@@ -115,13 +115,12 @@ class KnobStore:
         self._check_together(after)
         return self._entry("reset", after, by=by, reason=reason)
 
-    def revert(self, rev: int) -> Entry | None:
-        """The end of `revert_after_s`: what revision `rev` set and nobody has set since goes back."""
+    def revert(self, rev: int, by: str, reason: str) -> Entry | None:
+        """By itself: what revision `rev` set and nobody has set since goes back."""
         target = next(entry for entry in self.entries if entry.rev == rev)
         later = {name for entry in self.entries if entry.rev > rev for name in entry.after}
         after = {name: value for name, value in target.before.items() if name not in later}
-        reason = f"revision {rev} was to be kept by setting it again, and was not"
-        return self._entry("revert", after, by="timer", reason=reason, undoes=rev) if after else None
+        return self._entry("revert", after, by=by, reason=reason, undoes=rev) if after else None
 
     def _entry(self, op: str, after: dict[str, Value], **more: Any) -> Entry:
         before = {name: self.values[name] for name in after}

@@ -20,7 +20,7 @@ from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
 from server.router.app import Api, build
-from server.router.audit import AuditLog
+from server.router.audit import AuditLog, DrainRecord
 from server.router.control import Control
 from server.router.dispatch import Dispatcher
 from server.router.events import Events
@@ -60,7 +60,7 @@ class Stack:
         card = Card(text_facts(boot.model_dir, config.model.path))
         roles = {spec.name: spec.role for spec in config.workers}
         workers = Workers(boot.addresses, dict(roles), me=Identity.new(boot.name, "router"), secret=secret, card=card)
-        dispatcher = Dispatcher(workers, config)
+        dispatcher = Dispatcher(workers, config, text.max_len)
         events = Events()
         workers.watch = lambda worker: events.say(
             "worker",
@@ -69,8 +69,18 @@ class Stack:
             reason=worker.reason,
             is_draining=worker.is_draining,
         )
+        dispatcher.on_threshold = lambda tokens: events.say("threshold", tokens=tokens)
         store = KnobStore(config, text.max_len, time.time)
-        tuning = Tuning(store, workers, AuditLog(boot.state_dir, boot.run_id), events, dispatcher.use_knobs)
+        tuning = Tuning(
+            store,
+            workers,
+            AuditLog(boot.state_dir, boot.run_id),
+            events,
+            dispatcher.use_knobs,
+            config.tune.auto_revert,
+            config.slo,
+        )
+        dispatcher.watch = tuning.guard.observe
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
@@ -94,7 +104,7 @@ class Stack:
             names=names,
             store=store,
         )
-        control = Control(tuning, workers, events, admin_keys)
+        control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
         gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning)

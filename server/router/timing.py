@@ -28,6 +28,7 @@ class Record:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    uncached_tokens: int = 0  # as the router believed when it chose the path
     sent: float = 0.0
     first: float = 0.0
     second: float = 0.0

@@ -4,7 +4,8 @@
 2. The router's own users of knobs take the new values; connected workers get SetKnobs and confirm by a Load with the
    revision. A worker that does not in time, or is not connected, is named as pending: it gets the knobs on its return.
 3. The revision goes into the audit log, then into the store, then to those who watch.
-4. With `revert_after_s` it is taken back by itself unless somebody has set the knob again.
+4. With `revert_after_s` it is taken back by itself unless somebody has set the knob again; `guard` takes it back when
+   requests are slower since than `tune.auto_revert` allows.
 """
 
 import asyncio
@@ -15,11 +16,13 @@ from typing import Any
 
 import msgspec
 
+from server.config import AutoRevert, Slo
 from server.knobs import Value
 from server.messages import SetKnobs
 from server.router.audit import AuditLog
 from server.router.errors import ApiError
 from server.router.events import Events
+from server.router.guard import Guard
 from server.router.knobs import Entry, KnobStore
 from server.router.workers import Workers
 
@@ -36,19 +39,22 @@ class Tuning:
         audit: AuditLog,
         events: Events,
         use: Callable[[Mapping[str, Value]], None],
+        rule: AutoRevert | None = None,
+        slo: Slo | None = None,
     ) -> None:
         self.store = store
         self._workers = workers
         self._audit = audit
         self._events = events
         self._use = use
+        self.guard = Guard(rule, slo or Slo(), lambda rev, why: self._take_back(rev, "tune.auto_revert", why))
         self._one = asyncio.Lock()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         store.replay(audit.read())
         use(store.values)
         self._told = SetKnobs(store.rev, dict(store.values))  # what every worker is to have
-        workers.greeting = lambda: self._told
+        workers.greeting = lambda: [self._told]
         for entry in store.entries:
             self._set_timer(entry)
 
@@ -67,6 +73,10 @@ class Tuning:
                 raise ApiError(500, f"the audit log cannot be written: {error}", code="AUDIT_FAILED") from error
             self.store.commit(entry)
         self._set_timer(entry)
+        if entry.op == "set":
+            self.guard.begin(entry.rev)
+        else:
+            self.guard.end()
         self._events.say("knobs", **msgspec.to_builtins(entry))
         fields = {"rev": entry.rev, "by": entry.by, **entry.after}
         logger.info("knobs: %s", entry.op, extra={"fields": fields})
@@ -101,6 +111,9 @@ class Tuning:
 
     def _revert(self, rev: int) -> None:
         self._timers.pop(rev, None)
-        task = asyncio.ensure_future(self.change(lambda: self.store.revert(rev)))
+        self._take_back(rev, "timer", f"revision {rev} was to be kept by setting it again, and was not")
+
+    def _take_back(self, rev: int, by: str, reason: str) -> None:
+        task = asyncio.ensure_future(self.change(lambda: self.store.revert(rev, by, reason)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

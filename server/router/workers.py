@@ -13,11 +13,24 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from server.errors import HandshakeRefused, PdctlError
-from server.messages import AbortAck, AnyMessage, Card, Done, Heartbeat, Load, SeqToken, Tokens
+from server.messages import (
+    NAME_BYTES,
+    AbortAck,
+    AnyMessage,
+    Blocks,
+    Card,
+    Done,
+    Heartbeat,
+    Load,
+    NotResident,
+    Peers,
+    SeqToken,
+    Tokens,
+)
 from server.sequence import SeqId
 from server.wire import Channel, Identity, connect, greet
 
@@ -44,7 +57,7 @@ class Expired:
     """The request's time is over."""
 
 
-Event = SeqToken | tuple[str, Done] | Lost | Expired
+Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
 Inbox = asyncio.Queue[Event]
 
 
@@ -60,7 +73,7 @@ class Worker:
         card: Card,
         on_change: Callable[["Worker"], None],
         on_load: Callable[["Worker"], None] = lambda worker: None,
-        greeting: Callable[[], AnyMessage | None] = lambda: None,
+        greeting: Callable[["Worker"], list[AnyMessage]] = lambda worker: [],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.name = name
@@ -82,7 +95,9 @@ class Worker:
         self.heartbeat: Heartbeat | None = None
         self.heartbeat_at = 0.0
         self.open: dict[SeqId, Inbox] = {}
-        self.prompt_tokens = 0  # of open sequences that this worker is to read
+        self.prompt_tokens = 0  # not cached, of open sequences that this worker is to read
+        self.num_reading = 0  # sequences that they belong to
+        self.cached: set[bytes] = set()  # names of the prefix blocks that it said it has
         self.unexpected = 0
         self.is_draining = False  # by an operator: it ends what it has and gets nothing new
         self.pid: int | None = None  # if its card tells
@@ -117,18 +132,22 @@ class Worker:
         if self._channel is not None:
             self._channel.send(message)
 
-    def attach(self, seq_id: SeqId, inbox: Inbox, num_prompt: int) -> None:
+    def attach(self, seq_id: SeqId, inbox: Inbox) -> None:
         self.open[seq_id] = inbox
-        self.prompt_tokens += num_prompt
         if self._channel is None:
             inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
 
-    def detach(self, seq_id: SeqId, num_prompt: int) -> bool:
+    def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
-        if self.open.pop(seq_id, None) is None:
-            return False
-        self.prompt_tokens -= num_prompt
-        return True
+        return self.open.pop(seq_id, None) is not None
+
+    def begin_reading(self, num_tokens: int) -> None:
+        self.prompt_tokens += num_tokens
+        self.num_reading += 1
+
+    def end_reading(self, num_tokens: int) -> None:
+        self.prompt_tokens -= num_tokens
+        self.num_reading -= 1
 
     async def run(self) -> None:
         """Keeps the connection up until cancelled. A bad peer costs its sequences, never this loop."""
@@ -169,9 +188,10 @@ class Worker:
         pid = channel.card.offer.get("pid") if channel.card else None
         self.pid = pid if isinstance(pid, int) else None
         self.load = self.heartbeat = None
+        self.cached = set()
         self.heartbeat_at = time.monotonic()
-        if (greeting := self._greeting()) is not None:
-            channel.send(greeting)
+        for message in self._greeting(self):
+            channel.send(message)
         self._set("connected")
 
     def _closed(self) -> None:
@@ -216,6 +236,15 @@ class Worker:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
                         inbox.put_nowait(item)
+            case NotResident():
+                inbox = self.open.get(message.id)
+                if inbox is not None:
+                    inbox.put_nowait(message)
+            case Blocks():
+                if message.is_all:
+                    self.cached = set()
+                self.cached.update(_names(message.stored))
+                self.cached.difference_update(_names(message.removed))
             case Done():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
@@ -232,6 +261,10 @@ class Worker:
                 pass  # the router has forgotten the sequence when it sends Abort
             case _:
                 self.unexpected += 1
+
+
+def _names(packed: bytes) -> Iterator[bytes]:
+    return (packed[i : i + NAME_BYTES] for i in range(0, len(packed), NAME_BYTES))
 
 
 class Pulse:
@@ -262,23 +295,51 @@ class Workers:
         self.changed = asyncio.Event()
         self.reported = Pulse()
         self.watch: Callable[[Worker], None] = lambda worker: None  # who wants to know of every change of state
-        self.greeting: Callable[[], AnyMessage | None] = lambda: None  # the first message to a worker
-        self.all: dict[str, Worker] = {
-            name: Worker(
-                name,
-                roles[name],
-                address,
-                me=me,
-                secret=secret,
-                card=card,
-                on_change=self._on_change,
-                on_load=lambda _: self.reported.beat(),
-                greeting=lambda: self.greeting(),
-            )
-            for name, address in addresses.items()
-            if name in roles
-        }
-        self._tasks: list[asyncio.Task[None]] = []
+        self.greeting: Callable[[], list[AnyMessage]] = list  # the first messages to a worker
+        self._secret = secret
+        self._card = card
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._has_started = False
+        self.all: dict[str, Worker] = {}
+        for name, address in addresses.items():
+            if name in roles:
+                self.add(name, roles[name], address)
+
+    def add(self, name: str, role: str, address: str) -> Worker:
+        """One more; it is connected to from now on, or from `start` on."""
+        worker = self.all[name] = Worker(
+            name,
+            role,
+            address,
+            me=self.me,
+            secret=self._secret,
+            card=self._card,
+            on_change=self._on_change,
+            on_load=lambda _: self.reported.beat(),
+            greeting=self._greet,
+        )
+        if self._has_started:
+            self._start(worker)
+            self._introduce()
+        return worker
+
+    async def remove(self, worker: Worker) -> None:
+        """Nobody goes there any more."""
+        del self.all[worker.name]
+        self._introduce()
+        if (task := self._tasks.pop(worker.name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _greet(self, worker: Worker) -> list[AnyMessage]:
+        return [*self.greeting(), *([self._peers()] if worker.role == "prefill" else [])]
+
+    def _peers(self) -> Peers:
+        return Peers({worker.name: worker.address for worker in self.with_role("decode")})
+
+    def _introduce(self) -> None:
+        for worker in self.with_role("prefill"):
+            worker.send(self._peers())
 
     def drain(self, worker: Worker, is_draining: bool) -> None:
         """No new work for `worker`, or work again. What it has goes on."""
@@ -294,9 +355,15 @@ class Workers:
         return [worker for worker in self.all.values() if worker.role == role]
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(worker.run(), name=worker.name) for worker in self.all.values()]
+        self._has_started = True
+        for worker in self.all.values():
+            self._start(worker)
+
+    def _start(self, worker: Worker) -> None:
+        self._tasks[worker.name] = asyncio.create_task(worker.run(), name=worker.name)
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,11 +18,14 @@ from server.messages import (
     Abort,
     AbortAck,
     AnyMessage,
+    Blocks,
     Card,
     Decode,
     Done,
     Heartbeat,
     Load,
+    NotResident,
+    Peers,
     Prefill,
     SeqToken,
     SetKnobs,
@@ -51,6 +54,8 @@ class FakeWorker:
         self.received: list[AnyMessage] = []
         self.knobs = SetKnobs(0, {})
         self.confirms = True
+        self.blocks = b""  # what it says is cached
+        self.is_stale = False  # and is not
         self.restart()
         self._secret = secret
         self._card = Card({**facts, "dtype": "fake"}, {"pid": 4242})
@@ -104,6 +109,7 @@ class FakeWorker:
         try:
             await welcome(channel, self._me, self._secret, self._card)
             channel.send(self.load)
+            channel.send(Blocks(self.blocks, is_all=True))
             heartbeats = asyncio.create_task(self._heartbeats(channel))
             while True:
                 await self._take(channel, await channel.recv())
@@ -123,12 +129,14 @@ class FakeWorker:
         async with self._heard:
             if isinstance(message, SetKnobs):
                 self.knobs = message
-            elif not _is_probe(message) and not isinstance(message, Heartbeat):
+            elif not _is_probe(message) and not isinstance(message, Heartbeat | Peers):
                 self.received.append(message)
             self._heard.notify_all()
         if isinstance(message, SetKnobs) and self.confirms:
             self.load = msgspec.structs.replace(self.load, rev=message.rev)
             channel.send(self.load)
+        elif isinstance(message, Prefill) and message.num_resident and self.is_stale:
+            channel.send(NotResident(message.id))
         elif isinstance(message, Prefill | Decode):
             self._tasks[message.id] = asyncio.create_task(self._play(channel, message))
         elif isinstance(message, Abort):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.config import Config
-from server.router.audit import AuditLog
+from server.config import AutoRevert, Config
+from server.router.audit import AuditLog, DrainRecord
 from server.router.knobs import KnobStore, Refusal
 from tests.router.conftest import SECRET, Answer, Cluster, Start, until
 
@@ -156,6 +156,34 @@ async def test_events(start: Start) -> None:
     writer.close()
 
 
+async def test_auto_revert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.router.guard.MIN_REQUESTS", 3)
+    cluster = await start(colocated=1, tune={"auto_revert": {"if": "ttft_p95 > 2 * slo.ttft_p95", "within": "1h"}})
+    await patch(cluster, {"router.queue_high": 60})
+    for _ in range(4):
+        await cluster.chat()
+    assert cluster.stack.dispatcher.queue_high == 60  # fast enough
+
+    cluster = await start(colocated=1, tune={"auto_revert": {"if": "ttft_p95 > 0.001ms", "within": "1h"}})
+    await cluster.chat()
+    await patch(cluster, {"router.queue_high": 60})
+    for _ in range(3):
+        await cluster.chat()
+    await until(lambda: cluster.stack.dispatcher.queue_high == 50)
+    last = (await cluster.request("GET", "/admin/audit", headers=ADMIN)).json["entries"][-1]
+    assert (last["op"], last["by"], last["undoes"]) == ("revert", "tune.auto_revert", 2)
+    for _ in range(4):
+        await cluster.chat()
+    assert cluster.stack.tuning.store.rev == 3  # once
+
+
+def test_a_condition_that_nobody_can_read_is_refused() -> None:
+    AutoRevert.model_validate({"if": "tpot_p50 > 40 ms"})
+    for bad in ("ttft_p95 < 1s", "ttft_p95 > 2 * slo.speed", "rm -rf", "ttft_p95 > 3"):
+        with pytest.raises(ValueError, match="condition"):
+            AutoRevert.model_validate({"if": bad})
+
+
 def store() -> KnobStore:
     config = Config.model_validate({"prefill": {"workers": 1}, "decode": {"workers": 1}})
     return KnobStore(config, 4096, lambda: 100.0)
@@ -192,3 +220,10 @@ def test_the_log_is_read_again_within_a_run_only(tmp_path: Path) -> None:
         file.write(b'{"run": "run-1", "rev": 3, "a')  # cut short by a crash
     assert AuditLog(tmp_path, "run-1").read() == [entry]
     assert AuditLog(tmp_path, "run-2").read() == []
+
+
+def test_drained_workers_are_remembered_within_a_run_only(tmp_path: Path) -> None:
+    assert DrainRecord(tmp_path, "run-1").read() == []
+    DrainRecord(tmp_path, "run-1").write(["decode-1"])
+    assert DrainRecord(tmp_path, "run-1").read() == ["decode-1"]
+    assert DrainRecord(tmp_path, "run-2").read() == []

@@ -309,3 +309,25 @@ async def test_drain_and_resume(start: Start) -> None:
     assert (await cluster.chat()).status == 200
     assert len(second.heard(Decode)) == count + 1
     assert (await cluster.post("/admin/workers/decode-9/drain", {}, ADMIN)).status == 404
+
+
+async def test_a_worker_more_and_one_less(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    late = cluster.fakes["decode-1"]
+    workers = cluster.stack.workers
+    assert (await cluster.request("DELETE", "/admin/workers/decode-1", headers=ADMIN)).status == 409
+    workers.drain(workers.all["decode-1"], True)
+    assert (await cluster.request("DELETE", "/admin/workers/decode-1", headers=ADMIN)).json["state"] == "removed"
+    assert [route.name for route in cluster.stack.dispatcher.routes] == ["prefill-0>decode-0"]
+    for _ in range(3):
+        assert (await cluster.chat()).status == 200
+    assert not late.heard(Decode)
+
+    new = {"name": "decode-1", "role": "decode", "address": late.address}
+    assert (await cluster.post("/admin/workers", new, ADMIN)).status == 200
+    assert (await cluster.post("/admin/workers", new, ADMIN)).status == 409
+    dispatcher = cluster.stack.dispatcher
+    await until(lambda: len(dispatcher.routes) == 2 and all(map(dispatcher.is_proven, dispatcher.routes)))
+    for _ in range(4):
+        assert (await cluster.chat()).status == 200
+    assert late.heard(Decode)
