@@ -52,30 +52,36 @@ class RouterReader:
     def __init__(self) -> None:
         self._audit: list[Json] = []
         self._audit_rev = -1
-        self._has_knobs = True
+        self._missing: set[str] = set()
 
     def read(self, client: Client) -> Json:
         """Fields of a Snapshot. Raises PdctlError."""
         state = client.get("/admin/state")
-        requests = client.get(f"/admin/requests?limit={NUM_REQUESTS}").get("requests") or []
-        knobs = self._knobs(client)
+        requests = self._optional(client, f"/admin/requests?limit={NUM_REQUESTS}")
+        knobs = self._optional(client, "/admin/knobs")
         rev = int((knobs or {}).get("rev") or 0)
         if knobs is not None and rev != self._audit_rev:
-            self._audit = client.get("/admin/audit").get("entries") or []
+            self._audit = (self._optional(client, "/admin/audit") or {}).get("entries") or []
             self._audit_rev = rev
-        elif knobs is not None and any(entry.get("pending") for entry in self._audit):
+        elif any(entry.get("pending") for entry in self._audit):
             self._audit_rev = -1  # a worker that is away has still to confirm: ask again
-        return {"state": state, "requests": requests, "knobs": knobs, "audit": self._audit}
+        return {
+            "state": state,
+            "requests": (requests or {}).get("requests") or [],
+            "knobs": knobs,
+            "audit": self._audit,
+        }
 
-    def _knobs(self, client: Client) -> Json | None:
-        if not self._has_knobs:
+    def _optional(self, client: Client, path: str) -> Json | None:
+        """What another version of the router may not have; it is asked for once."""
+        if path in self._missing:
             return None
         try:
-            return client.get("/admin/knobs")
+            return client.get(path)
         except Answered as error:
             if error.status != 404:
                 raise
-            self._has_knobs = False
+            self._missing.add(path)
             return None
 
 
