@@ -154,9 +154,11 @@ class Changes:
     # requests
 
     async def waterfall(self) -> None:
-        row = self._screen.model.request()
+        model = self._screen.model
+        row = model.request()
         if row is None:
             return
+        model.select("requests", model.index("requests", model.count("requests")))
         source, id = self._screen.source, str(row["id"])
         found = await self._call("reading", lambda: source.request(id))
         if found is not None:

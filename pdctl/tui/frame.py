@@ -314,7 +314,7 @@ def _pool(role: str, workers: Sequence[Worker], stats: Json, values: Mapping[str
     total = sum(int(worker.load.get("blocks_total") or 0) for worker in mine)
     used = sum(int(w.load.get("blocks_used") or 0) + int(w.load.get("blocks_granted") or 0) for w in mine)
     limits = [worker.running_max for worker in mine if worker.running_max is not None]
-    rate = stats.get("prompt_tok_s" if role == "prefill" else "output_tok_s")
+    rate = stats.get("prefill_tok_s" if role == "prefill" else "output_tok_s")
     return Pool(
         role=role,
         ready=sum(worker.state == "ready" for worker in mine),

@@ -9,14 +9,14 @@ import msgspec
 from pdctl.tui.frame import Frame
 
 KEPT = 7200
-# Frames come about once a second: a gap shorter than this is between two of them, a longer one is a gap.
-BRIDGE_S = 2.5
+# Frames come once a second, the older ones every five: a shorter gap than this is none.
+BRIDGE_S = 6.0
 
 
 class Point(msgspec.Struct, frozen=True):
     at: float
     req_s: float | None
-    prompt_s: float | None
+    prefill_s: float | None
     output_s: float | None
     kv_bytes_s: float | None
     queue: int
@@ -39,7 +39,7 @@ def point(frame: Frame, before: Point | None) -> Point:
     return Point(
         at=frame.at,
         req_s=rate("requests"),
-        prompt_s=rate("prompt_tokens"),
+        prefill_s=rate("prefill_tokens"),
         output_s=rate("output_tokens"),
         kv_bytes_s=rate("kv_bytes"),
         queue=frame.router.queue,

@@ -49,6 +49,7 @@ class Model:
     scrub: int = 0  # frames back from the newest
     scrub_count: int = 0
     selected: dict[str, int] = field(default_factory=dict)
+    anchors: dict[str, str] = field(default_factory=dict)  # the selected row by name: rows come and go around it
     filters: dict[str, str] = field(default_factory=dict)
     sort: dict[str, int] = field(default_factory=dict)
     staged: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +66,9 @@ class Model:
 
     def index(self, table: str, count: int) -> int:
         """The selected row, inside a table of `count` rows."""
+        anchor = self.anchors.get(table)
+        if anchor is not None and anchor in (names := self.names(table)):
+            return names.index(anchor)
         return min(max(0, self.selected.get(table, 0)), max(0, count - 1))
 
     def filter_of(self, view: str) -> str:
@@ -127,6 +131,22 @@ class Model:
     def table(self) -> str:
         """Which table the arrows move in."""
         return self.panel if self.view == "overview" else self.view
+
+    def names(self, table: str) -> list[str]:
+        match table:
+            case "workers":
+                return [worker.name for worker in self.workers()]
+            case "requests":
+                return [str(row.get("id")) for row in self.requests()]
+            case "tune":
+                return [knob.name for knob in self.knobs()]
+        return []
+
+    def select(self, table: str, index: int) -> None:
+        count = self.count(table)
+        self.selected[table] = min(max(0, index), max(0, count - 1))
+        if names := self.names(table):
+            self.anchors[table] = names[self.selected[table]]
 
     def count(self, table: str) -> int:
         match table:

@@ -13,13 +13,14 @@ def move(model: Model, rows: int) -> None:
         if model.follow:
             model.selected["logs"] = count - 1
         model.follow = False
-    model.selected[table] = min(max(0, model.index(table, count) + rows), max(0, count - 1))
+    model.select(table, model.index(table, count) + rows)
     if table == "logs" and model.selected["logs"] == count - 1 and rows > 0:
         model.follow = True
 
 
 def sort(model: Model, by: int) -> None:
     table = "workers" if model.view == "overview" else model.view
+    model.anchors.pop(table, None)  # who sorts wants to see the top
     model.sort[table] = (model.sort.get(table, 0) + by) % len(SORTS[table])
 
 
@@ -66,15 +67,17 @@ def select_text(model: Model, text: str) -> None:
     """A click on a line selects the row that this line shows."""
     for index, worker in enumerate(model.workers()):
         if f" {worker.name} " in text and model.view in ("overview", "workers"):
-            model.panel, model.selected["workers"] = "workers", index
+            model.panel = "workers"
+            model.select("workers", index)
             return
     for index, knob in enumerate(model.knobs()):
         if knob.name in text and model.view in ("overview", "tune"):
-            model.panel, model.selected["tune"] = "tune", index
+            model.panel = "tune"
+            model.select("tune", index)
             return
     for index, row in enumerate(model.requests()):
         if str(row.get("id"))[:18] in text and model.view == "requests":
-            model.selected["requests"] = index
+            model.select("requests", index)
 
 
 def selected_text(model: Model) -> str:

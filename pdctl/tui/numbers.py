@@ -12,6 +12,14 @@ def count(value: float | None) -> str:
     return f"{value:.1f}" if value != int(value) and value < 100 else f"{value:.0f}"
 
 
+def tick(value: float) -> str:
+    """A round number: 0.5, 20, 500k, 10M."""
+    for step, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= step:
+            return f"{value / step:g}{unit}"
+    return f"{value:g}"
+
+
 def size(value: float | None) -> str:
     """Bytes in binary units."""
     if value is None:

@@ -255,6 +255,7 @@ def _observe(metrics: RouterMetrics, stats: Stats, record: Record) -> None:
         prefill=record.prefill,
         decode=record.decode,
         prompt_tokens=record.prompt_tokens,
+        read_tokens=record.prompt_tokens - record.cached_tokens,
         seconds=seconds,
         kv_bytes=stages["kv_bytes"] or 0,
         resends=stages["resends"] or 0,

@@ -96,10 +96,13 @@ class Stats:
         self._errors = Window(clock)
         self._good = Window(clock)
         self._prompt_tokens, self._output_tokens = Window(clock), Window(clock)
+        self._prefill_tokens = Window(clock)  # read by prefill workers; other prompts are read where they decode
         self._kv_bytes = Window(clock)
         self._bandwidth = Window(clock)
         self._workers: dict[str, _WorkerStats] = {}
-        self._totals = dict.fromkeys(("requests", "errors", "resends", "prompt_tokens", "output_tokens", "kv_bytes"), 0)
+        self._totals = dict.fromkeys(
+            ("requests", "errors", "resends", "prompt_tokens", "prefill_tokens", "output_tokens", "kv_bytes"), 0
+        )
 
     def first_token(self, seconds: float) -> None:
         self._series["ttft"].add(seconds)
@@ -122,9 +125,17 @@ class Stats:
         self._totals["errors"] += is_error
 
     def sequence_over(
-        self, *, prefill: str, decode: str, prompt_tokens: int, seconds: dict[str, float], kv_bytes: int, resends: int
+        self,
+        *,
+        prefill: str,
+        decode: str,
+        prompt_tokens: int,
+        read_tokens: int,
+        seconds: dict[str, float],
+        kv_bytes: int,
+        resends: int,
     ) -> None:
-        """`seconds` by stage, what is known of them."""
+        """`seconds` by stage, what is known of them; `read_tokens` are those of the prompt that no cache had."""
         for name, value in seconds.items():
             if name != "itl" and name != "ttft" and name in self._series:
                 self._series[name].add(value)
@@ -134,7 +145,9 @@ class Stats:
         self._totals["kv_bytes"] += kv_bytes
         if prefill:
             reader = self._of(prefill)
-            reader.tokens.add(prompt_tokens)
+            reader.tokens.add(read_tokens)
+            self._prefill_tokens.add(read_tokens)
+            self._totals["prefill_tokens"] += read_tokens
             if "prefill" in seconds:
                 reader.step.add(seconds["prefill"])
         if kv_bytes and seconds.get("transfer"):
@@ -163,6 +176,7 @@ class Stats:
             "error_share": round(sum(errors) / len(errors), 4) if errors else None,
             "slo_share": round(sum(good) / len(good), 4) if good else None,
             "prompt_tok_s": round(self._prompt_tokens.rate(), 3),
+            "prefill_tok_s": round(self._prefill_tokens.rate(), 3),
             "output_tok_s": round(self._output_tokens.rate(), 3),
             "kv_bytes_s": round(percentile(speeds, 0.5)) if speeds else None,
             "kv_bytes_per_seq": round(sum(sizes) / len(sizes)) if sizes else None,

@@ -47,7 +47,8 @@ def test_bandwidth_takes_bytes_and_time_of_the_same_transfers() -> None:
         stats.sequence_over(
             prefill="prefill-0",
             decode="decode-0",
-            prompt_tokens=5,
+            prompt_tokens=8,
+            read_tokens=5,
             seconds={"transfer": seconds, "ttft": 0.5, "tpot": seconds},
             kv_bytes=size,
             resends=0,

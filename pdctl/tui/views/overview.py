@@ -75,7 +75,7 @@ def _spark(model: Model, read: Read, width: int, top: float | None = None, unit:
     room = max(4, width - 15)
     values = model.history.last(60, room, read)
     top = top or charts.nice_top(max((value for value in values if value is not None), default=0.0))
-    scale = cell(f" ≤{numbers.count(top)}{unit}", width - 6 - room)
+    scale = cell(f" ≤{numbers.tick(top)}{unit}", width - 6 - room)
     return Line("60s   ", "dim").add(charts.spark(values, room, top), "spark").add(scale, "dim")
 
 
@@ -138,7 +138,7 @@ def _prefill(model: Model, frame: Frame, width: int) -> list[Line]:
     return [
         _two(f"workers {pool.ready}/{pool.total}", f"{numbers.count(pool.rate)} tok/s", width),
         _queue(pool, width),
-        _spark(model, lambda point: point.prompt_s, width, unit="t/s"),
+        _spark(model, lambda point: point.prefill_s, width, unit="t/s"),
         _figures(model, frame, "prefill", "read", width),
         _figures(model, frame, "prefill_queue", "wait", width),
         _figures(model, frame, "grant_wait", "grant", width),
@@ -248,7 +248,7 @@ def _narrow_head() -> str:
 def _pool_line(model: Model, frame: Frame, name: str) -> Line:
     rates: dict[str, Read] = {
         "router": lambda point: point.req_s,
-        "prefill": lambda point: point.prompt_s,
+        "prefill": lambda point: point.prefill_s,
         "kv-xfer": lambda point: point.kv_bytes_s,
         "decode": lambda point: point.output_s,
         "colocated": lambda point: point.output_s,
