@@ -61,11 +61,11 @@ def test_eight_workers_cost_under_four_percent(console: Console) -> None:
 def test_a_hundred_workers_answer_keys_and_cost_under_fifteen_percent(console: Console) -> None:
     assert console.cpu_share(30) < 0.15
     took = []
-    for key, said in (("2", "decode-0 "), ("3", "Requests ("), ("4", "History"), ("5", "lines"), ("1", "ROUTER")) * 4:
+    for key, said in (("2", "decode-0 "), ("3", "Requests ("), ("4", "History"), ("5", "lines"), ("1", "p50/p95")) * 4:
         started = time.monotonic()
         console.press(key)
         while said not in console.screen():
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 5, f"{key}: {console.screen()}"
         took.append(time.monotonic() - started)
     # tmux itself takes a few ms of each; the median is the console's, one that waited for a slow machine is not.
     assert sorted(took)[len(took) // 2] < 0.1
