@@ -33,10 +33,11 @@ def run(order: Order) -> int:
 
     if order.host.startswith("ssh://"):
         return _over_ssh(order)
+    source, tui = source_of(order)
     # Under textual-serve the page is the terminal.
     if not sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ:
+        source.close()
         raise UsageError("the console needs a terminal", help="pdctl top --once, or pdctl status")
-    source, tui = source_of(order)
     from pdctl.tui.app import Console
     from pdctl.tui.themes import NAMES
 
