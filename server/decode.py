@@ -66,6 +66,7 @@ class DecodeWorker(Worker[DecodeEntry]):
     def __init__(self, boot: Boot) -> None:
         super().__init__(boot)
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
+        self._is_dry = False
         start = GPU_LOCAL_PREFILL if boot.config.decode.gpus else CPU_LOCAL_PREFILL
         self._local_prefill = LocalPrefill(boot.config.slo.tpot_p95, start)
 
@@ -191,6 +192,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         """Grants what the watermarks allow now. Called whenever something was asked for or given back."""
         with self.engine.lock:
             granted = self.engine.scheduler.grants_possible()
+            self._is_dry = bool(granted) and self.engine.scheduler.is_dry
         for seq in granted:
             entry = self.ledger.get(seq.id)
             if entry is None or entry.source is None:
@@ -204,7 +206,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         entry.lease = self.clock() + LEASE_S
         seq = entry.seq
         if entry.source is not None:
-            entry.source.send(Grant(seq.id, seq.generation, seq.num_resident_blocks, LEASE_S, missing))
+            entry.source.send(Grant(seq.id, seq.generation, seq.num_resident_blocks, LEASE_S, missing, self._is_dry))
 
     # -- RECEIVING -----------------------------------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ class Grant(Message, frozen=True):
     num_resident_blocks: int
     lease_s: float
     missing: tuple[tuple[int, int], ...] = ()
+    is_low: bool = False  # decode is under its low marks: prefill may ask further ahead
 
 
 class Renew(Message, frozen=True):

@@ -29,6 +29,8 @@ from server.wire import Channel, connect, greet
 from server.worker import Worker, main
 
 RENEW_S = 3.0
+# Grants asked for or held before admission: more while decode is under its low marks, so that it never runs dry.
+AHEAD, AHEAD_DRY = 4, 8
 RELINK_S = (0.1, 2.0)
 
 logger = logging.getLogger(__name__)
@@ -187,6 +189,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             entry.is_granted = True
             entry.mark("granted", self.clock())
             with self.engine.lock:
+                self.engine.scheduler.limits.ahead = AHEAD_DRY if message.is_low else AHEAD
                 self.engine.scheduler.granted(message.id, message.generation, message.num_resident_blocks)
             self.wake()
 

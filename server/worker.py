@@ -21,21 +21,21 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import msgspec
+
 from server.boot import Boot, Status
 from server.config import Role
 from server.engine.build import build_engine, limits_for, model_facts
 from server.engine.engine import Engine, StepResult
-from server.engine.scheduler import Scheduler, Step
+from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.knobs import turned
 from server.ledger import Entry, Ledger
 from server.logs import setup
 from server.messages import (
-    NAME_BYTES,
     Abort,
     AbortAck,
     AnyMessage,
-    Blocks,
     Card,
     Done,
     Heartbeat,
@@ -46,6 +46,7 @@ from server.messages import (
     SetKnobs,
     Tokens,
 )
+from server.report import all_blocks, changed_blocks, load_of
 from server.sequence import Sequence
 from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
@@ -200,10 +201,8 @@ class Worker(Generic[E]):
 
     def joined(self, channel: Channel) -> None:
         """A peer passed the handshake. A router learns which prefixes are cached here."""
-        if channel.peer.role == "router" and self.engine.scheduler.pool.is_watched:
-            with self.engine.lock:
-                stored = b"".join(digest[:NAME_BYTES] for digest in self.engine.scheduler.pool.digests)
-            channel.send(Blocks(stored, is_all=True))
+        if channel.peer.role == "router" and (blocks := all_blocks(self.engine)) is not None:
+            channel.send(blocks)
 
     def lost(self, channel: Channel) -> None:
         """A closed connection cancels what it owns."""
@@ -359,12 +358,8 @@ class Worker(Generic[E]):
 
     def _publish(self) -> None:
         """Tells routers which prefixes came and went since the last time."""
-        with self.engine.lock:
-            changes = self.engine.scheduler.pool.take_changes()
-        if changes:
-            stored = b"".join(digest[:NAME_BYTES] for digest, is_here in changes.items() if is_here)
-            removed = b"".join(digest[:NAME_BYTES] for digest, is_here in changes.items() if not is_here)
-            self._tell_routers(Blocks(stored, removed))
+        if (blocks := changed_blocks(self.engine)) is not None:
+            self._tell_routers(blocks)
 
     def _tell_routers(self, message: AnyMessage) -> None:
         for channel in self.channels:
@@ -405,37 +400,14 @@ class Worker(Generic[E]):
         """Leases and other things that end by themselves."""
 
     def load(self, busy_share: float) -> Load:
-        scheduler = self.engine.scheduler
-        with self.engine.lock:
-            counts = scheduler.counters()
-            integrity = "" if len(self.ledger) else _integrity(scheduler)
-        return Load(
-            waiting=counts.num_waiting,
-            running=counts.num_running,
-            expected=counts.num_expected,
-            receiving=counts.num_receiving + counts.num_received,
-            pushing=counts.num_pushing,
-            blocks_total=counts.blocks_total,
-            blocks_used=counts.blocks_used,
-            blocks_granted=counts.blocks_granted,
-            over_high=not counts.grants_open,
-            preemptions=counts.preemptions,
-            prefix_hit_tokens=counts.prefix_hit_tokens,
+        """Subclasses add what only they have."""
+        return msgspec.structs.replace(
+            load_of(self.engine, looks_closer=not len(self.ledger)),
             busy_share=busy_share,
             counters=dict(self.counters),
-            integrity=integrity,
             rev=self.rev,
             utilisation=self._utilisation,
         )
-
-
-def _integrity(scheduler: Scheduler) -> str:
-    """Empty, or what does not add up. Looked at while idle: it walks all blocks."""
-    try:
-        scheduler.check_integrity()
-    except AssertionError as error:
-        return str(error) or "block tables, counts and queues disagree"
-    return ""
 
 
 def _ignore(channel: Channel, message: AnyMessage) -> None:

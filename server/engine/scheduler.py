@@ -147,6 +147,11 @@ class Scheduler:
             self._roster.move(seq, SeqState.RECEIVING)
         return granted
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether more sequences could be granted than ask."""
+        return self._gate.is_low
+
     def received(self, seq_id: SeqId, token: Token) -> Sequence | None:
         """All KV is here, and the first token: in line to run. None when it is not awaited (late, aborted)."""
         return self.recompute(seq_id, None, token)

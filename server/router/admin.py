@@ -27,7 +27,7 @@ from server.router.probe import Prober
 from server.router.spec import openapi
 from server.router.stats import Stats
 from server.router.timing import KEPT, Recent
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 
 def version() -> str:

@@ -15,7 +15,7 @@ from typing import Self
 from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
-from server.router.workers import Event, Expired, Inbox, Lost, Worker
+from server.router.worker import Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
 
 

@@ -19,7 +19,7 @@ from server.messages import NAME_BYTES
 from server.router.attempt import Plan, Route
 from server.router.crossover import Crossover, Mean
 from server.router.timing import Record
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 CLEARLY = 0.7  # a worker that decodes is only burdened with a prompt when that is so much sooner
 # A decode worker with as many tokens of the prompt is worth as much as one with one sequence less.

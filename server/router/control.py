@@ -17,7 +17,7 @@ from server.router.events import Events
 from server.router.http import Keys, json_response, read_body
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=7 * 86400)]

@@ -18,7 +18,8 @@ from server.router.attempt import Attempt, Plan, Route
 from server.router.choice import Chooser
 from server.router.errors import overloaded, unavailable
 from server.router.timing import Record
-from server.router.workers import Worker, Workers
+from server.router.worker import Worker
+from server.router.workers import Workers
 from server.sequence import SamplingParams, SeqId
 
 RATE_WINDOW_S = 30.0

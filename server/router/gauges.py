@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from server.metrics import Sample
 from server.router.dispatch import Dispatcher
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 # Load's fields that are numbers of their own, and what they say.
 _LOAD = {

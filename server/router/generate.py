@@ -23,7 +23,7 @@ from server.router.openai import Request, pick_seed, sampling
 from server.router.stats import Stats
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
-from server.router.workers import Worker
+from server.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 

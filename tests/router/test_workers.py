@@ -269,7 +269,7 @@ async def test_round_robin_and_least_loaded(start: Start) -> None:
 
 
 async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.router import workers
+    from server.router import worker as connection
     from tests.router import fake_worker
 
     async def mute(*_: object) -> None:
@@ -277,7 +277,7 @@ async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPat
             await asyncio.Event().wait()
 
     cluster = await start(colocated=1, wait=False, fakes_up=False)
-    monkeypatch.setattr(workers, "SILENT_S", 0.1)
+    monkeypatch.setattr(connection, "SILENT_S", 0.1)
     monkeypatch.setattr(fake_worker.FakeWorker, "_heartbeats", mute)
     await cluster.colocated.start()
     worker = cluster.stack.workers.all["colocated-0"]
