@@ -30,6 +30,7 @@ from pdctl.exits import Exit, Refused, TimedOut, exit_of
 from pdctl.launch import Launch, Machine, Plan, check_keys, listen, plan
 from pdctl.model import Resolver
 from pdctl.process import RUN_ID, STACK_DIR, of_this_process, sweep
+from pdctl.recorder import Recorder
 from pdctl.restart import RestartPolicy
 from pdctl.rundir import ProcessInfo, Stack, StackDir, make_socket_dir
 from pdctl.scale import Scaler
@@ -104,11 +105,14 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTERM, self.ask_stop, Exit.OK, "SIGTERM")
         loop.add_signal_handler(signal.SIGHUP, self.ask_stop, Exit.OK, "its terminal closed")
         server = await control.serve(self._stack.control, self._answer)
+        recorder = Recorder(self._dir)
+        recorder.start()
         try:
             await self._bring_up(placed)
             await self._stop.wait()
             was_cut = await self._take_down(self._drain_s)
         finally:
+            recorder.stop()
             server.close()
         self._finish("stopped", self._stack.reason)
         return Exit.TERMINATED if was_cut and self._stack.reason == "SIGTERM" else self._exit

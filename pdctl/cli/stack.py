@@ -1,4 +1,4 @@
-"""`status`, `ls`, `logs`, `env`: looking at what runs."""
+"""`status`, `ls`, `logs`, `env`, `info`, `completion`: looking at what runs."""
 
 from typing import Annotated
 
@@ -17,6 +17,8 @@ def register(app: typer.Typer) -> None:
     app.command("ls")(ls)
     app.command()(logs)
     app.command()(env)
+    app.command()(info)
+    app.command()(completion)
 
 
 def status(
@@ -132,4 +134,34 @@ def env(context: typer.Context, name: Name = None, name_option: NameOption = Non
     stack = running(find(settings(context).root, name or name_option))
     print(f"export OPENAI_BASE_URL={shlex.quote(f'{stack.url}/v1')}")
     print(f"export OPENAI_API_KEY={shlex.quote(api_key(stack))}")
+    return Exit.OK
+
+
+def info(context: typer.Context, name: Name = None, name_option: NameOption = None, as_json: AsJson = False) -> int:
+    """What a stack is: model, shape, capacity, routes, versions."""
+    from pdctl.info import gather, show
+    from pdctl.rundir import find
+    from pdctl.status import running
+
+    stack_dir = find(settings(context).root, name or name_option)
+    value = gather(stack_dir, running(stack_dir))
+    if as_json:
+        print_json(value)
+    else:
+        print(show(value))
+    return Exit.OK
+
+
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash | zsh | fish; default: $SHELL", envvar="SHELL")] = "bash",
+) -> int:
+    """A completion script: eval "$(pdctl completion bash)"."""
+    from pathlib import PurePath
+
+    from typer._completion_shared import get_completion_script
+
+    kind = PurePath(shell).name
+    if kind not in ("bash", "zsh", "fish"):
+        raise UsageError(f"completion {kind}: expected bash, zsh or fish")
+    print(get_completion_script(prog_name="pdctl", complete_var="_PDCTL_COMPLETE", shell=kind))
     return Exit.OK

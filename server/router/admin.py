@@ -19,13 +19,14 @@ from server.metrics import RouterMetrics
 from server.router.app import guarded
 from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
-from server.router.errors import ApiError, unavailable
+from server.router.errors import ApiError, bad_request, unavailable
 from server.router.gauges import samples
 from server.router.http import Keys, json_response
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi
-from server.router.timing import Recent
+from server.router.stats import Stats
+from server.router.timing import KEPT, Recent
 from server.router.worker import Worker
 
 
@@ -72,6 +73,7 @@ class Admin:
         prober: Prober,
         metrics: RouterMetrics,
         recent: Recent,
+        stats: Stats,
         keys: Keys,
         names: list[str],
         store: KnobStore,
@@ -81,6 +83,7 @@ class Admin:
         self._prober = prober
         self._metrics = metrics
         self._recent = recent
+        self._stats = stats
         self._keys = keys
         self._names = names
         self._store = store
@@ -97,6 +100,7 @@ class Admin:
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.spec),
             Route("/admin/state", guarded(self.state)),
+            Route("/admin/requests", guarded(self.requests)),
             Route("/admin/requests/{name}", guarded(self.request)),
         ]
 
@@ -146,8 +150,16 @@ class Admin:
             for route in dispatcher.routes
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
-        state = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
-        return json_response({**state, "hybrid": _hybrid(dispatcher.chooser)})
+        body = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
+        return json_response({**body, "hybrid": _hybrid(dispatcher.chooser), "stats": self._stats.as_dict()})
+
+    async def requests(self, request: Request) -> Response:
+        """The newest first, those under way among them. `?limit=100`"""
+        self._keys.check(request.headers)
+        limit = request.query_params.get("limit", "100")
+        if not limit.isdecimal() or not 0 < int(limit) <= KEPT:
+            raise bad_request("limit", f"limit: a number from 1 to {KEPT}")
+        return json_response({"version": 1, "requests": self._recent.rows(int(limit))})
 
     async def request(self, request: Request) -> Response:
         self._keys.check(request.headers)

@@ -28,6 +28,7 @@ from server.router.generate import Generator
 from server.router.http import Gate, Keys
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
+from server.router.stats import Stats
 from server.router.text import Text
 from server.router.timing import Recent
 from server.router.tuning import Tuning
@@ -83,10 +84,11 @@ class Stack:
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
+        stats = Stats((config.slo.ttft_p95, config.slo.tpot_p95))
         names = config.served_names
         api = Api(
             text,
-            Generator(text, dispatcher, metrics, recent, config.router.request_timeout),
+            Generator(text, dispatcher, metrics, recent, stats, config.router.request_timeout),
             names,
             config.router.keepalive_s,
         )
@@ -97,6 +99,7 @@ class Stack:
             prober=prober,
             metrics=metrics,
             recent=recent,
+            stats=stats,
             keys=admin_keys,
             names=names,
             store=store,
