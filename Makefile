@@ -16,10 +16,10 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install model check format test test-long demo clean
+.PHONY: help install model check format test test-long test-gpu bench-engine demo clean
 
 help:
-	@echo "make install | model | check | format | test | test-long | demo | clean"
+	@echo "make install | model | check | format | test | test-long | test-gpu | bench-engine | demo | clean"
 
 install: $(installed) model
 
@@ -48,6 +48,13 @@ test: $(installed)
 
 test-long: $(installed)
 	$(bin)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+# On a machine with a CUDA device and the extra `cuda`.
+test-gpu: $(installed)
+	$(bin)/python -m pytest -m gpu --timeout 600
+
+bench-engine: $(installed)
+	$(bin)/python bench/engine.py --profile
 
 demo: install
 	$(bin)/python -P -m pdctl.demo

@@ -3,6 +3,7 @@
 {"op": "status"}                              -> {"ok": true, "stack": {...}}
 {"op": "down", "drain_s": 30, "force": false} -> {"ok": true}; the supervisor ends when all is down
 {"op": "restart", "worker": "decode-0"}       -> {"ok": true} once the old one was told to end
+{"op": "scale", "role": "decode", "workers": 2} -> {"ok": true} once begun; status says `scaling` until it is done
 anything else                                 -> {"ok": false, "error": "..."}
 """
 

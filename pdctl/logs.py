@@ -97,7 +97,7 @@ def follow(
     files: Sequence[tuple[str, Path]], *, pause: Callable[[float], None] = time.sleep, is_over: Callable[[], bool]
 ) -> Iterator[Line]:
     """New lines as they come, over rotations, until `is_over`."""
-    followers = [_Follower(process, file) for process, file in files]
+    followers = [Follower(process, file) for process, file in files]
     while True:
         ended = is_over()
         for follower in followers:
@@ -109,7 +109,9 @@ def follow(
         pause(0.2)
 
 
-class _Follower:
+class Follower:
+    """One log file over its rotations, from where it ends now."""
+
     def __init__(self, process: str, file: Path) -> None:
         self._process = process
         self._path = file
@@ -117,15 +119,16 @@ class _Follower:
         self._rest = b""
         self._open(at_end=True)
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def new(self) -> Iterator[Line]:
         yield from self._drain()
         if self._is_rotated():
             self._open(at_end=False)
             yield from self._drain()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
     def _drain(self) -> Iterator[Line]:
         if self._file is None:

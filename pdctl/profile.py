@@ -178,9 +178,17 @@ def _parse_yaml(file: Path, text: str) -> dict[str, Any]:
     return values
 
 
+def own_folder() -> Path:
+    """Where this user's profiles lie."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "pdctl/profiles"
+
+
+def is_shipped(file: Path) -> bool:
+    return file.resolve().parent in (folder.resolve() for folder in _shipped())
+
+
 def search_path() -> list[Path]:
-    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    return [Path(), Path("profiles"), config_home / "pdctl/profiles", Path("/etc/pdctl/profiles"), *_shipped()]
+    return [Path(), Path("profiles"), own_folder(), Path("/etc/pdctl/profiles"), *_shipped()]
 
 
 def _shipped() -> list[Path]:

@@ -5,6 +5,7 @@
   secret                      0600, the per-stack secret
   lock                        held by the supervisor as long as it lives
   boot/<process>.json         0600, what that process is told
+  history.db                  two hours of samples, for `tui --replay`
   logs/<process>.log, .prev   this start's output and the one before
 $XDG_RUNTIME_DIR/pdctl-<run>  0700, unix sockets (else /tmp/pdctl-<uid>/<run>: a socket path has 107 bytes)
 """
@@ -75,6 +76,8 @@ class Stack(msgspec.Struct):
     profile_file: str = ""
     profile: dict[str, Any] = {}
     processes: list[ProcessInfo] = []
+    scaling: str = ""  # "decode=2" while that is being done
+    scale_problem: str = ""  # why the last one was not
 
     @property
     def url(self) -> str:
@@ -119,6 +122,10 @@ class StackDir:
 
     def log(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.log"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "history.db"
 
     def boot(self, process: str) -> Path:
         return self.path / "boot" / f"{process}.json"

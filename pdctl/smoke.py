@@ -4,6 +4,7 @@ Each step states what it expects; what is missed is named, and the exit code say
 so that a step can be looked up in the logs and at /admin/requests/{id}.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -83,8 +84,8 @@ def _body(model: str, prompt: str, max_tokens: int, **more: Any) -> dict[str, An
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, **more}
 
 
-def _chat(client: Client, model: str, prompt: str, step: Step) -> None:
-    answer = client.call("POST", "/v1/chat/completions", _body(model, prompt, 16), TIMING)
+def _chat(client: Client, model: str, prompt: str, step: Step, **more: Any) -> None:
+    answer = client.call("POST", "/v1/chat/completions", _body(model, prompt, 16, **more), TIMING)
     choice = answer["choices"][0]
     step.id, step.text, step.record = answer["id"], choice["message"]["content"] or "", answer.get("pdctl") or {}
     _expect(step, bool(step.text), "the answer is empty")
@@ -105,7 +106,8 @@ def _stream(client: Client, model: str, prompt: str, step: Step) -> None:
 
 
 def _transfer(client: Client, model: str, prompt: str, step: Step, expects_transfer: bool) -> None:
-    _chat(client, model, prompt, step)
+    # A salt of its own: what an earlier smoke test left in a cache would not cross again.
+    _chat(client, model, prompt, step, cache_salt=secrets.token_hex(8))
     if not expects_transfer:
         return
     path, size = step.record.get("path"), step.record.get("kv_bytes") or 0

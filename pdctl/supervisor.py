@@ -25,15 +25,18 @@ import msgspec
 
 from pdctl import control
 from pdctl.child import Child, start
+from pdctl.client import admin
 from pdctl.exits import Exit, Refused, TimedOut, exit_of
 from pdctl.launch import Launch, Machine, Plan, check_keys, listen, plan
 from pdctl.model import Resolver
 from pdctl.process import RUN_ID, STACK_DIR, of_this_process, sweep
+from pdctl.recorder import Recorder
 from pdctl.restart import RestartPolicy
 from pdctl.rundir import ProcessInfo, Stack, StackDir, make_socket_dir
+from pdctl.scale import Scaler
 from pdctl.slot import Slot
 from server.boot import Boot
-from server.config import Config
+from server.config import ROLES, Config, Role
 from server.errors import PdctlError
 
 Emit = Callable[[dict[str, Any]], None]
@@ -80,6 +83,7 @@ class Supervisor:
         self._drain_s = config.supervise.stop_timeout
         self._exit = Exit.OK
         self._write_soon: asyncio.TimerHandle | None = None
+        self._scaling: asyncio.Task[None] | None = None
 
     async def run(self) -> Exit:
         with self._dir.lock() as is_mine:
@@ -101,11 +105,14 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTERM, self.ask_stop, Exit.OK, "SIGTERM")
         loop.add_signal_handler(signal.SIGHUP, self.ask_stop, Exit.OK, "its terminal closed")
         server = await control.serve(self._stack.control, self._answer)
+        recorder = Recorder(self._dir)
+        recorder.start()
         try:
             await self._bring_up(placed)
             await self._stop.wait()
             was_cut = await self._take_down(self._drain_s)
         finally:
+            recorder.stop()
             server.close()
         self._finish("stopped", self._stack.reason)
         return Exit.TERMINATED if was_cut and self._stack.reason == "SIGTERM" else self._exit
@@ -173,10 +180,13 @@ class Supervisor:
         self._stack.model_dir = await resolver.folder(self._on_model)
         slots = list(self._slots.values())
         for slot in slots:
-            keeper = asyncio.create_task(slot.keep(), name=slot.info.name)
-            self._keepers.add(keeper)
-            keeper.add_done_callback(self._on_keeper_done)
+            self._keep(slot)
         await asyncio.gather(*(slot.first_ready for slot in slots))
+
+    def _keep(self, slot: Slot) -> None:
+        keeper = asyncio.create_task(slot.keep(), name=slot.info.name)
+        self._keepers.add(keeper)
+        keeper.add_done_callback(self._on_keeper_done)
 
     def _on_model(self, state: str, stage: str) -> None:
         self._say("process", name="model", state=state, stage=stage, share=float(state == "ready"))
@@ -212,16 +222,16 @@ class Supervisor:
         return child
 
     def _write_boot(self, name: str, file: Path, listen_fd: int | None, status_fd: int) -> None:
-        sockets = self._stack.socket_dir
         boot = Boot(
             name=name,
             config=self._config,
             model_dir=self._stack.model_dir,
             state_dir=str(self._dir.path),
             secret_file=str(self._dir.secret_file),
-            addresses={worker.name: f"unix:{sockets}/{worker.name}.sock" for worker in self._config.workers},
+            addresses={worker.name: self.address(worker.name) for worker in self._config.workers},
             listen_fd=listen_fd,
             status_fd=status_fd,
+            run_id=self._stack.run_id,
         )
         file.touch(mode=0o600)
         boot.save(file)
@@ -258,10 +268,72 @@ class Supervisor:
                     return {"ok": False, "error": f"no process {request.get('worker')!r}", "known": list(self._slots)}
                 slot.restart()
                 return {"ok": True}
+            case "scale":
+                return self._begin_scaling(str(request.get("role")), int(request.get("workers", 0)))
         return {"ok": False, "error": f"unknown op {request.get('op')!r}"}
+
+    # -- scaling: `scale.Scaler` says in which order -----------------------------------------------------------------
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    def use(self, config: Config) -> None:
+        """From here on: boot files are written from it, and the record says so."""
+        self._config = config
+        self._stack.profile = config.model_dump(mode="json")
+        self._write()
+
+    def address(self, name: str) -> str:
+        return f"unix:{self._stack.socket_dir}/{name}.sock"
+
+    def _begin_scaling(self, role: str, count: int) -> dict[str, Any]:
+        if self._stack.scaling or self._stack.state != "ready":
+            busy = f"scaling to {self._stack.scaling}" if self._stack.scaling else self._stack.state
+            return {"ok": False, "error": f"the stack is {busy}"}
+        if role not in ROLES:
+            return {"ok": False, "error": f"there is no pool {role!r}"}
+        self._stack.scaling, self._stack.scale_problem = f"{role}={count}", ""
+        self._scaling = asyncio.create_task(self._scale(role, count), name="scale")
+        return {"ok": True}
+
+    async def _scale(self, role: Role, count: int) -> None:
+        try:
+            await Scaler(self, admin(self._dir, self._stack)).scale(role, count)
+            self._say("note", text=f"scaled to {role}={count}")
+        except (PdctlError, TimeoutError, ValueError) as error:
+            self._stack.scale_problem = str(error) or type(error).__name__
+            self._say("note", text=f"not scaled to {role}={count}: {self._stack.scale_problem}")
+        finally:
+            self._stack.scaling = ""
+            self._settle()
+            self._write()
+
+    async def start_worker(self, name: str) -> None:
+        """One that the configuration has and that does not run yet; returns when it is ready. Raises PdctlError."""
+        placed = plan(self._config, Machine.here())
+        for warning in placed.warnings:
+            self._say("warning", text=warning)
+        self._add_slot(next(launch for launch in placed.workers if launch.name == name))
+        slot = self._slots[name]
+        self._keep(slot)
+        await slot.first_ready
+
+    async def end_worker(self, name: str) -> None:
+        """Ends it for good."""
+        slot = self._slots.pop(name, None)
+        if slot is None:
+            return
+        slot.stop(signal.SIGTERM)
+        if not await self._ended([slot], WORKER_STOP_S):
+            slot.stop(signal.SIGKILL)
+        self._stack.processes.remove(slot.info)
+        self._write()
 
     async def _take_down(self, drain_s: float) -> bool:
         """Router first, so that what is under way ends; True when that was cut short."""
+        if self._scaling is not None:
+            self._scaling.cancel()
         self._stack.state = "draining"
         router = self._slots["router"]
         was_cut = False

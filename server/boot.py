@@ -27,6 +27,7 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: dict[str, str]
     listen_fd: int | None = None
     status_fd: int | None = None
+    run_id: str = ""  # one `up`: what outlives a process, but not the stack, is marked with it
 
     @classmethod
     def load(cls, path: str | Path) -> "Boot":

@@ -13,6 +13,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _SIZE = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_CONDITION = re.compile(
+    r"(?P<metric>ttft|tpot)_p(?P<percentile>[0-9]{2}) *> *(?:(?P<factor>[0-9]*\.?[0-9]+) *\* *)?"
+    r"(?:slo\.(?P<slo>ttft_p95|tpot_p95)|(?P<time>[0-9]*\.?[0-9]+ *(?:ms|s|m)))"
+)
 _TIME = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -42,6 +46,10 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 Auto = Literal["auto"]
 Role = Literal["prefill", "decode", "colocated"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
+# Measured on one AVX-512 core: prefill is fastest at 128-256 tokens a forward (docs/benchmarks.md).
+CPU_TOKENS = 256
+GPU_BUDGET = 2048
+GPU_CHUNK = 1024
 AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
@@ -65,7 +73,7 @@ class Router(Section):
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     api_key_file: str | None = None
     admin_key_file: str | None = None
-    policy: Literal["round-robin", "least-loaded", "kv-aware"] = "least-loaded"
+    policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
     queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
     request_timeout: Seconds = 600.0
     keepalive_s: Seconds = 0.0
@@ -96,6 +104,19 @@ class Pool(Section):
         if self.workers and devices and len(devices) % self.workers:
             raise ValueError(f"{len(devices)} devices cannot be shared out evenly among {self.workers} workers")
         return self
+
+    @property
+    def budget(self) -> int:
+        """token_budget, "auto" resolved by device."""
+        if isinstance(self.token_budget, int):
+            return self.token_budget
+        return GPU_BUDGET if self.gpus else CPU_TOKENS
+
+    @property
+    def chunk(self) -> int:
+        """chunk_tokens, "auto" resolved by device, and never more than a step's budget."""
+        auto = GPU_CHUNK if self.gpus else CPU_TOKENS
+        return min(self.budget, auto if self.chunk_tokens == "auto" else self.chunk_tokens)
 
     def devices_of(self, index: int) -> tuple[list[int], list[int]]:
         """(gpus, cpus) of worker `index`."""
@@ -181,10 +202,35 @@ class AutoRevert(Section):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
 
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        if _CONDITION.fullmatch(self.condition) is None:
+            raise ValueError(f"{self.condition!r} is not a condition such as 'ttft_p95 > 2 * slo.ttft_p95'")
+        return self
+
+    @property
+    def metric(self) -> str:
+        return self._parts()["metric"]
+
+    @property
+    def percentile(self) -> int:
+        return int(self._parts()["percentile"])
+
+    def limit_s(self, slo: Slo) -> float:
+        parts = self._parts()
+        objective = getattr(slo, parts["slo"]) if parts["slo"] else parse_seconds(parts["time"])
+        return float(parts["factor"] or 1.0) * float(objective)
+
+    def _parts(self) -> dict[str, str]:
+        match = _CONDITION.fullmatch(self.condition)
+        assert match is not None, "checked when it was read"
+        return match.groupdict(default="")
+
 
 class Tune(Section):
     """Limits on live changes. None: no limit."""
 
+    read_only: bool = Field(False, description="refuse every live change")
     min_interval: Seconds | None = Field(None, description="between two changes of one knob")
     max_step: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="share of the value, 0.5 = +-50 %")
     auto_revert: AutoRevert | None = None

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from server.boot import Boot
+from server.engine.build import CPU_LOCAL_PREFILL, GPU_LOCAL_PREFILL
+from server.engine.engine import StepResult
+from server.engine.local_prefill import LocalPrefill
 from server.errors import PdctlError, TransferError
 from server.ledger import Entry
 from server.messages import (
@@ -64,6 +67,9 @@ class DecodeWorker(Worker[DecodeEntry]):
         super().__init__(boot)
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
         self.counters |= {"lease_expired": 0, "recomputed": 0}
+        self._is_dry = False
+        start = GPU_LOCAL_PREFILL if boot.config.decode.gpus else CPU_LOCAL_PREFILL
+        self._local_prefill = LocalPrefill(boot.config.slo.tpot_p95, start)
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
         return super().handlers() | {
@@ -100,6 +106,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         return Card(same=self.facts, offer=self.offer)
 
     def joined(self, channel: Channel) -> None:
+        super().joined(channel)
         if channel.peer.role == "prefill":
             self.transfer.call(self._join, channel)
 
@@ -191,6 +198,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         """Grants what the watermarks allow now. Called whenever something was asked for or given back."""
         with self.engine.lock:
             granted = self.engine.scheduler.grants_possible()
+            self._is_dry = bool(granted) and self.engine.scheduler.is_dry
         for seq in granted:
             entry = self.ledger.get(seq.id)
             if entry is None or entry.source is None:
@@ -204,7 +212,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         entry.lease = self.clock() + LEASE_S
         seq = entry.seq
         if entry.source is not None:
-            entry.source.send(Grant(seq.id, seq.generation, seq.num_resident_blocks, LEASE_S, missing))
+            entry.source.send(Grant(seq.id, seq.generation, seq.num_resident_blocks, LEASE_S, missing, self._is_dry))
 
     # -- RECEIVING -----------------------------------------------------------------------------------------------
 
@@ -291,6 +299,18 @@ class DecodeWorker(Worker[DecodeEntry]):
     def after_step(self) -> None:
         self._grant()
 
+    def turn(self) -> None:
+        self._use_local_prefill()
+        self._grant()  # a mark may have moved
+
+    def stepped(self, result: StepResult) -> None:
+        self._local_prefill.observe(result.batch, result.seconds)
+        self._use_local_prefill()
+
+    def _use_local_prefill(self) -> None:
+        if self.config.decode.prefill_tokens == "auto":
+            self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
+
     def tick(self, now: float) -> None:
         for entry in self.ledger:
             if entry.lease and now > entry.lease:
@@ -314,6 +334,7 @@ class DecodeWorker(Worker[DecodeEntry]):
                     **self.counters,
                     **self.transfer.counters(),
                     "quarantined_slots": float(counts.quarantined),
+                    "local_prefill_tokens": self.engine.scheduler.limits.local_prefill_tokens or 0,
                 },
             }
         )

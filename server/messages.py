@@ -8,6 +8,8 @@ import msgspec
 
 from server.sequence import SamplingParams, SeqId, Token
 
+NAME_BYTES = 8  # of a block's digest in Blocks: two that are taken for each other cost a NotResident, no more
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
     """Base of all messages: small, immutable, named by meaning."""
@@ -45,6 +47,13 @@ class Prefill(Message, frozen=True):
     params: SamplingParams
     salt: str = ""
     decode: str = ""
+    num_resident: int = 0  # tokens believed to be cached there: with fewer the answer is NotResident
+
+
+class NotResident(Message, frozen=True):
+    """worker -> router: the blocks that this Prefill counted on are gone; nothing was begun."""
+
+    id: SeqId
 
 
 class Decode(Message, frozen=True):
@@ -73,6 +82,7 @@ class Grant(Message, frozen=True):
     num_resident_blocks: int
     lease_s: float
     missing: tuple[tuple[int, int], ...] = ()
+    is_low: bool = False  # decode is under its low marks: prefill may ask further ahead
 
 
 class Renew(Message, frozen=True):
@@ -153,6 +163,29 @@ class LinkState(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class Blocks(Message, frozen=True):
+    """worker -> router: prefix blocks that can be hit now, and such that cannot any more, the first NAME_BYTES of each
+    digest in a row. `is_all`: what was said before is void."""
+
+    stored: bytes
+    removed: bytes = b""
+    is_all: bool = False
+
+
+class SetKnobs(Message, frozen=True):
+    """router -> worker: all live knobs as of revision `rev`. Applied at the next step or push; the worker's next Load
+    carries the revision, which is the acknowledgement."""
+
+    rev: int
+    values: dict[str, int | float | str]
+
+
+class Peers(Message, frozen=True):
+    """router -> prefill: every decode worker there is now, by name. Links to new ones are made, to others ended."""
+
+    addresses: dict[str, str]
+
+
 class Load(Message, frozen=True):
     """worker -> router, a few times a second: what routing, watermarks and /admin/state need."""
 
@@ -172,6 +205,8 @@ class Load(Message, frozen=True):
     busy_share: float = 0.0
     counters: dict[str, float] = {}
     integrity: str = ""
+    rev: int = 0  # of the last SetKnobs applied
+    utilisation: float = -1.0  # of the device, 0..1; -1 unknown
     links: dict[str, LinkState] = {}
 
 
@@ -187,6 +222,7 @@ class Heartbeat(Message, frozen=True):
 AnyMessage = (
     Hello
     | Prefill
+    | NotResident
     | Decode
     | GrantRequest
     | Grant
@@ -196,6 +232,9 @@ AnyMessage = (
     | Done
     | Abort
     | AbortAck
+    | Blocks
+    | SetKnobs
+    | Peers
     | Load
     | Heartbeat
 )

@@ -45,6 +45,7 @@ class RouterMetrics:
                 ("e2e", "Request received to last token", _SECONDS),
                 ("queue", "Time in the router before dispatch", _SECONDS),
                 ("prefill_queue", "Time in the prefill worker's queue", _SECONDS),
+                ("prefill", "First chunk's start to the prompt's end, on the worker that reads it", _SECONDS),
                 ("grant_wait", "Grant asked to grant held", _SECONDS),
                 ("transfer", "First chunk to last block verified", _TOKEN_SECONDS),
                 ("kv_transfer_first_chunk", "Prefill began to first chunk verified", _SECONDS),

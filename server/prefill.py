@@ -32,6 +32,7 @@ from server.messages import (
     GrantRequest,
     LinkState,
     Load,
+    Peers,
     Prefill,
     Renew,
     SeqToken,
@@ -44,6 +45,8 @@ from server.wire import Channel, connect, greet
 from server.worker import Worker, main
 
 RENEW_S = 3.0
+# Grants asked for or held before admission: more while decode is under its low marks, so that it never runs dry.
+AHEAD, AHEAD_DRY = 4, 8
 RELINK_S = (0.1, 2.0)
 
 logger = logging.getLogger(__name__)
@@ -69,12 +72,18 @@ class PrefillWorker(Worker[PrefillEntry]):
     def __init__(self, boot: Boot) -> None:
         super().__init__(boot)
         self.links: dict[str, Channel] = {}
+        self.peers: dict[str, str] = {}  # decode workers that there are, linked or not
         self._renewed = 0.0
         self.counters["prefetched_blocks"] = 0
         self._refusals: dict[str, str] = {}  # by decode worker: which card fields differ
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
-        return super().handlers() | {Grant: self.on_grant, SlotCredit: self.on_credit, Done: self.on_done}
+        return super().handlers() | {
+            Grant: self.on_grant,
+            SlotCredit: self.on_credit,
+            Done: self.on_done,
+            Peers: self.on_peers,
+        }
 
     # -- links to decode workers ---------------------------------------------------------------------------------
 
@@ -115,15 +124,29 @@ class PrefillWorker(Worker[PrefillEntry]):
         link, codec = known
         return LinkState(*chosen, codec, link.bytes, round(link.seconds, 6))
 
+    def turn(self) -> None:
+        self.sender.chunk_tokens = self.config.transfer.chunk_tokens
+        self.sender.max_inflight = self.config.transfer.max_inflight
+
     def start_links(self) -> None:
-        for name, address in self.boot.addresses.items():
-            if name.startswith("decode-"):
-                self.spawn(self._link(name, address))
+        self._meet({name: address for name, address in self.boot.addresses.items() if name.startswith("decode-")})
+
+    def on_peers(self, channel: Channel, message: Peers) -> None:
+        self._meet(message.addresses)
+
+    def _meet(self, addresses: dict[str, str]) -> None:
+        new = addresses.keys() - self.peers.keys()
+        for name in self.peers.keys() - addresses.keys():
+            if (link := self.links.get(name)) is not None:
+                link.abort()
+        self.peers = dict(addresses)
+        for name in sorted(new):
+            self.spawn(self._link(name, addresses[name]))
 
     async def _link(self, name: str, address: str) -> None:
-        """Keeps one connection to `name`, for ever."""
+        """Keeps one connection to `name` for as long as it is a peer."""
         delay = RELINK_S[0]
-        while True:
+        while self.peers.get(name) == address:
             try:
                 channel = await connect(address)
                 await greet(channel, self.me, self.secret, self.card())
@@ -140,6 +163,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             await asyncio.sleep(delay)
 
     def joined(self, channel: Channel) -> None:
+        super().joined(channel)
         if channel.peer.role == "decode" and channel.card is not None:
             self.links[channel.peer.name] = channel
             self.transfer.connect_peer(channel.peer.instance, channel.card.offer)
@@ -205,6 +229,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             entry.is_granted = True
             entry.mark("granted", self.clock())
             with self.engine.lock:
+                self.engine.scheduler.limits.ahead = AHEAD_DRY if message.is_low else AHEAD
                 self.engine.scheduler.granted(message.id, message.generation, message.num_resident_blocks)
             self.wake()
 

@@ -21,16 +21,34 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import msgspec
+
 from server.boot import Boot, Status
 from server.config import Role
-from server.engine.build import build_engine, model_facts
+from server.engine.build import build_engine, limits_for, model_facts
 from server.engine.engine import Engine, StepResult
-from server.engine.scheduler import Scheduler, Step
+from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
+from server.knobs import turned
 from server.ledger import Entry, Ledger
 from server.logs import setup
-from server.messages import Abort, AbortAck, AnyMessage, Card, Done, Heartbeat, Load, Prefill, SeqToken, Tokens
+from server.messages import (
+    Abort,
+    AbortAck,
+    AnyMessage,
+    Card,
+    Done,
+    Heartbeat,
+    Load,
+    NotResident,
+    Prefill,
+    SeqToken,
+    SetKnobs,
+    Tokens,
+)
+from server.report import all_blocks, changed_blocks, load_of
 from server.sequence import Sequence
+from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
 
 HEARTBEAT_S = 1.0
@@ -60,6 +78,10 @@ class Worker(Generic[E]):
         self._work = threading.Event()
         self._stopping = threading.Event()
         self._busy_s = 0.0
+        self._share = 0.0
+        self._utilisation = -1.0
+        self.config = boot.config  # with the knobs as they are now
+        self.rev = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -169,10 +191,18 @@ class Worker(Generic[E]):
             self.counters["failed"] += 1
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
-        return {Prefill: self.on_prefill, Abort: self.on_abort, AbortAck: _ignore, Heartbeat: _ignore}
+        return {
+            Prefill: self.on_prefill,
+            Abort: self.on_abort,
+            SetKnobs: self.on_knobs,
+            AbortAck: _ignore,
+            Heartbeat: _ignore,
+        }
 
     def joined(self, channel: Channel) -> None:
-        """A peer passed the handshake."""
+        """A peer passed the handshake. A router learns which prefixes are cached here."""
+        if channel.peer.role == "router" and (blocks := all_blocks(self.engine)) is not None:
+            channel.send(blocks)
 
     def lost(self, channel: Channel) -> None:
         """A closed connection cancels what it owns."""
@@ -186,10 +216,18 @@ class Worker(Generic[E]):
         """The whole sequence here."""
         if self.ledger.knew(message.id):
             return
+        if message.num_resident and not self._is_resident(message):
+            channel.send(NotResident(message.id))
+            return
         seq = Sequence(message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt)
         entry = cast("E", self.new_entry(seq, channel))
         self.ledger.add(entry)
         self.admit(entry)
+
+    def _is_resident(self, message: Prefill) -> bool:
+        pool = self.engine.scheduler.pool
+        with self.engine.lock:
+            return len(pool.match(message.prompt[:-1], message.salt)) * pool.block_size >= message.num_resident
 
     def new_entry(self, seq: Sequence, owner: Channel) -> Entry:
         return Entry(seq, owner, heard=self.clock())
@@ -210,6 +248,20 @@ class Worker(Generic[E]):
         else:
             self.drop(entry, message.reason)
         channel.send(AbortAck(message.id))
+
+    def on_knobs(self, channel: Channel, message: SetKnobs) -> None:
+        """The router's word, whatever came before: after its restart the revision may be an older one."""
+        self.config = turned(self.boot.config, message.values)
+        limits = limits_for(self.config, self.role, self.engine.runner.max_len)
+        with self.engine.lock:
+            self.engine.scheduler.limits.become(limits)
+        self.rev = message.rev
+        self.turn()
+        self.wake()
+        channel.send(self.load(self._share))
+
+    def turn(self) -> None:
+        """`config` has changed: what a role has outside the scheduler follows."""
 
     def drop(self, entry: E, reason: str) -> None:
         """Nobody wants the sequence: out of the schedule, its blocks free as soon as nothing uses them."""
@@ -285,6 +337,8 @@ class Worker(Generic[E]):
             entry = self.ledger.get(seq.id)
             if entry is not None:
                 self.fail(entry, f"the engine failed on it: {result.error}")
+        if any(step.finished for step in result.steps):
+            self._publish()  # the next turn of a conversation comes soon after the last token of this one
         self.after_step()
 
     def advanced(self, entry: E, step: Step) -> None:
@@ -302,6 +356,16 @@ class Worker(Generic[E]):
     def after_step(self) -> None:
         """Blocks may be free now."""
 
+    def _publish(self) -> None:
+        """Tells routers which prefixes came and went since the last time."""
+        if (blocks := changed_blocks(self.engine)) is not None:
+            self._tell_routers(blocks)
+
+    def _tell_routers(self, message: AnyMessage) -> None:
+        for channel in self.channels:
+            if channel.peer.role == "router":
+                channel.send(message)
+
     # -- timers --------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
@@ -314,55 +378,37 @@ class Worker(Generic[E]):
 
     async def _tick_forever(self) -> None:
         busy_before, then = self._busy_s, self.clock()
+        device = Utilisation(bool(self.boot.config.pool(self.role).gpus))
         while True:
             await asyncio.sleep(LOAD_S)
-            now = self.clock()
-            share = (self._busy_s - busy_before) / max(1e-6, now - then)
-            busy_before, then = self._busy_s, now
+            # The step under way too: one that lasts longer than this interval would show as idle, then as clipped.
+            now, busy = self.clock(), self._busy_s + self.engine.step_age_s
+            share = max(0.0, busy - busy_before) / max(1e-6, now - then)
+            busy_before, then = busy, now
             try:
                 self.ledger.prune(now)
                 self.tick(now)
-                load = self.load(min(1.0, share))
+                self._share = min(1.0, share)
+                self._utilisation = device.sample()
+                load = self.load(self._share)
             except Exception:
                 logger.exception("tick")
                 continue
-            for channel in self.channels:
-                if channel.peer.role == "router":
-                    channel.send(load)
+            self._tell_routers(load)
+            self._publish()
 
     def tick(self, now: float) -> None:
         """Leases and other things that end by themselves."""
 
     def load(self, busy_share: float) -> Load:
-        scheduler = self.engine.scheduler
-        with self.engine.lock:
-            counts = scheduler.counters()
-            integrity = "" if len(self.ledger) else _integrity(scheduler)
-        return Load(
-            waiting=counts.num_waiting,
-            running=counts.num_running,
-            expected=counts.num_expected,
-            receiving=counts.num_receiving + counts.num_received,
-            pushing=counts.num_pushing,
-            blocks_total=counts.blocks_total,
-            blocks_used=counts.blocks_used,
-            blocks_granted=counts.blocks_granted,
-            over_high=not counts.grants_open,
-            preemptions=counts.preemptions,
-            prefix_hit_tokens=counts.prefix_hit_tokens,
+        """Subclasses add what only they have."""
+        return msgspec.structs.replace(
+            load_of(self.engine, looks_closer=not len(self.ledger)),
             busy_share=busy_share,
             counters=dict(self.counters),
-            integrity=integrity,
+            rev=self.rev,
+            utilisation=self._utilisation,
         )
-
-
-def _integrity(scheduler: Scheduler) -> str:
-    """Empty, or what does not add up. Looked at while idle: it walks all blocks."""
-    try:
-        scheduler.check_integrity()
-    except AssertionError as error:
-        return str(error) or "block tables, counts and queues disagree"
-    return ""
 
 
 def _ignore(channel: Channel, message: AnyMessage) -> None:

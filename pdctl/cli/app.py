@@ -73,9 +73,9 @@ def _load_commands() -> None:
     """In the order of the help; once a process."""
     if app.registered_commands:
         return
-    from pdctl.cli import profiles, run, stack, talk
+    from pdctl.cli import bench, plan, profiles, run, stack, talk, tune, watch
 
-    for module in (run, stack, talk, profiles):
+    for module in (run, stack, watch, tune, talk, bench, plan, profiles):
         module.register(app)
 
 

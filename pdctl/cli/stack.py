@@ -1,4 +1,4 @@
-"""`status`, `ls`, `logs`, `env`: looking at what runs."""
+"""`status`, `ls`, `logs`, `env`, `info`, `completion`: looking at what runs."""
 
 from typing import Annotated
 
@@ -18,6 +18,8 @@ def register(app: typer.Typer) -> None:
     app.command()(logs)
     app.command()(env)
     app.command()(doctor)
+    app.command()(info)
+    app.command()(completion)
 
 
 def status(
@@ -150,3 +152,33 @@ def doctor(
     else:
         print(office.show(findings))
     return office.exit_of(findings)
+
+
+def info(context: typer.Context, name: Name = None, name_option: NameOption = None, as_json: AsJson = False) -> int:
+    """What a stack is: model, shape, capacity, routes, versions."""
+    from pdctl.info import gather, show
+    from pdctl.rundir import find
+    from pdctl.status import running
+
+    stack_dir = find(settings(context).root, name or name_option)
+    value = gather(stack_dir, running(stack_dir))
+    if as_json:
+        print_json(value)
+    else:
+        print(show(value))
+    return Exit.OK
+
+
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash | zsh | fish; default: $SHELL", envvar="SHELL")] = "bash",
+) -> int:
+    """A completion script: eval "$(pdctl completion bash)"."""
+    from pathlib import PurePath
+
+    from typer._completion_shared import get_completion_script
+
+    kind = PurePath(shell).name
+    if kind not in ("bash", "zsh", "fish"):
+        raise UsageError(f"completion {kind}: expected bash, zsh or fish")
+    print(get_completion_script(prog_name="pdctl", complete_var="_PDCTL_COMPLETE", shell=kind))
+    return Exit.OK

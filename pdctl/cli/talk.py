@@ -1,4 +1,6 @@
-"""`smoke`: talking to the router."""
+"""`smoke`, `chat`: talking to the router."""
+
+from typing import Annotated
 
 import typer
 
@@ -10,6 +12,7 @@ from pdctl.exits import Exit
 
 def register(app: typer.Typer) -> None:
     app.command()(smoke)
+    app.command()(chat)
 
 
 def smoke(context: typer.Context, name: Name = None, name_option: NameOption = None, as_json: AsJson = False) -> int:
@@ -28,3 +31,23 @@ def smoke(context: typer.Context, name: Name = None, name_option: NameOption = N
     else:
         print(steps.show(done))
     return Exit.MISSED if any(step.missed for step in done) else Exit.OK
+
+
+def chat(
+    context: typer.Context,
+    name: Name = None,
+    name_option: NameOption = None,
+    message: Annotated[str | None, typer.Option("-m", "--message", help="one question, then end")] = None,
+    system: Annotated[str, typer.Option(help="the system message")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="of each answer")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+) -> int:
+    """A conversation, with token rate and stage times after each answer. Without a terminal: stdin is the question."""
+    from pdctl import chat as conversation
+    from pdctl.client import openai
+    from pdctl.rundir import find
+    from pdctl.status import running
+
+    client = openai(running(find(settings(context).root, name or name_option)))
+    conversation.run(client, message=message, system=system, max_tokens=max_tokens, temperature=temperature)
+    return Exit.OK

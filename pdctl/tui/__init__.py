@@ -1,1 +1,1 @@
-"""The dashboard; it shows what the admin API says and does no work of its own."""
+"""The console: sources of frames, views that draw them as lines of text, and the Textual app that shows those."""

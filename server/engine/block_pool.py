@@ -20,6 +20,19 @@ _DIGEST_BYTES = 16
 _TOKEN_BYTES = array("I").itemsize
 
 
+def prefix_digests(tokens: Sequence[int], salt: str, block_size: int) -> Iterator[bytes]:
+    """The names of the whole blocks of a prompt, first to last; the router asks for them too."""
+    return _chain(blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest(), tokens, block_size)
+
+
+def _chain(parent: bytes, tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
+    packed = array("I", tokens).tobytes()
+    width = block_size * _TOKEN_BYTES
+    for start in range(0, len(packed) - width + 1, width):
+        parent = blake2b(parent + packed[start : start + width], digest_size=_DIGEST_BYTES).digest()
+        yield parent
+
+
 class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -30,6 +43,8 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._digests: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
+        self.is_watched = False  # somebody calls take_changes()
+        self._changes: dict[bytes, bool] = {}
 
     @property
     def num_usable(self) -> int:
@@ -83,7 +98,7 @@ class BlockPool:
         blocks: list[int] = []
         if not self._by_digest:
             return blocks
-        for digest in self._chain(self._root(salt), tokens):
+        for digest in prefix_digests(tokens, salt, self.block_size):
             block = self._by_digest.get(digest)
             if block is None:
                 break
@@ -101,11 +116,24 @@ class BlockPool:
         """
         if not self.prefix_cache:
             return
-        parent = self._digests[blocks[first - 1]] if first else self._root(salt)
-        if parent is None:
+        if not first:
+            names = prefix_digests(tokens, salt, self.block_size)
+        elif (parent := self._digests[blocks[first - 1]]) is not None:
+            names = _chain(parent, tokens, self.block_size)
+        else:
             raise ValueError(f"block {blocks[first - 1]} has no name yet: register a table from its start")
-        for index, digest in enumerate(self._chain(parent, tokens), first):
+        for index, digest in enumerate(names, first):
             self._name(blocks[index], digest)
+
+    @property
+    def digests(self) -> Iterable[bytes]:
+        """Of every block that can be hit."""
+        return self._by_digest.keys()
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Digests that came (True) or went (False) since the last call, while `is_watched`."""
+        changes, self._changes = self._changes, {}
+        return changes
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError when counts, maps and the block tables that exist do not agree."""
@@ -136,20 +164,16 @@ class BlockPool:
         if self._digests[block] != digest:
             self._forget(block)
             self._digests[block] = digest
-            self._by_digest.setdefault(digest, block)
+            if self._by_digest.setdefault(digest, block) == block:
+                self._note(digest, True)
 
     def _forget(self, block: int) -> None:
         digest = self._digests[block]
         if digest is not None and self._by_digest.get(digest) == block:
             del self._by_digest[digest]
+            self._note(digest, False)
         self._digests[block] = None
 
-    def _root(self, salt: str) -> bytes:
-        return blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
-
-    def _chain(self, parent: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
-        packed = array("I", tokens).tobytes()
-        width = self.block_size * _TOKEN_BYTES
-        for start in range(0, len(packed) - width + 1, width):
-            parent = blake2b(parent + packed[start : start + width], digest_size=_DIGEST_BYTES).digest()
-            yield parent
+    def _note(self, digest: bytes, is_here: bool) -> None:
+        if self.is_watched:
+            self._changes[digest] = is_here

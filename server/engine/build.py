@@ -23,11 +23,7 @@ from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler
 from server.errors import StartError
 
-# Measured on one AVX-512 core: prefill is fastest at 128-256 tokens a forward (docs/benchmarks.md).
-CPU_TOKENS: Final = 256
-GPU_BUDGET: Final = 2048
-GPU_CHUNK: Final = 1024
-# Prompt tokens a decode worker computes in a step in which others decode, so that they hardly notice.
+# Prompt tokens a decode worker computes in a step in which others decode, until steps have been measured.
 CPU_LOCAL_PREFILL: Final = 32
 GPU_LOCAL_PREFILL: Final = 256
 
@@ -49,7 +45,8 @@ def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None])
     )
     runner.load(progress)
     blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache)
-    limits = limits_for(config, role, runner.device, runner.max_len)
+    blocks.is_watched = config.router.policy == "kv-aware"
+    limits = limits_for(config, role, runner.max_len)
     return Engine(Scheduler(limits, blocks, time.monotonic), runner, time.monotonic)
 
 
@@ -60,12 +57,10 @@ def worker_spec(boot: Boot) -> WorkerSpec:
     raise StartError(f"the profile has no worker {boot.name}")
 
 
-def limits_for(config: Config, role: Role, device: torch.device, max_len: int) -> Limits:
+def limits_for(config: Config, role: Role, max_len: int) -> Limits:
+    """What a profile, as it is now, means for the scheduler of one role."""
     pool = config.pool(role)
-    on_cpu = device.type == "cpu"
-    budget = pool.token_budget if isinstance(pool.token_budget, int) else (CPU_TOKENS if on_cpu else GPU_BUDGET)
-    chunk = pool.chunk_tokens if isinstance(pool.chunk_tokens, int) else (CPU_TOKENS if on_cpu else GPU_CHUNK)
-    limits = Limits(token_budget=budget, chunk_tokens=min(chunk, budget), max_len=max_len)
+    limits = Limits(token_budget=pool.budget, chunk_tokens=pool.chunk, max_len=max_len)
     match pool:
         case Prefill():
             limits.max_seqs = pool.max_seqs
@@ -74,7 +69,7 @@ def limits_for(config: Config, role: Role, device: torch.device, max_len: int) -
             limits.max_running = pool.max_running
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
-            auto = CPU_LOCAL_PREFILL if on_cpu else GPU_LOCAL_PREFILL
+            auto = GPU_LOCAL_PREFILL if pool.gpus else CPU_LOCAL_PREFILL
             limits.local_prefill_tokens = auto if pool.prefill_tokens == "auto" else pool.prefill_tokens
         case Colocated():
             limits.max_running = pool.max_running

@@ -53,6 +53,11 @@ class GrantGate:
         roster = self._roster
         return sum(map(self._growth, chain(roster.running, roster.receiving.values(), roster.received)))
 
+    @property
+    def is_low(self) -> bool:
+        """Under both low marks: more could come than is asked for."""
+        return self._is_low(self._tables.pool.num_used + self.num_reserved)
+
     def grant(self, seqs: Iterable[Sequence], horizon: float) -> list[Sequence]:
         """Gives blocks to those of `seqs` that may have them now. One older than `horizon` is not passed by others."""
         committed = self._tables.pool.num_used + self.num_reserved

@@ -9,7 +9,6 @@ It reads sequences and never changes them: that is the Scheduler's. One thread c
 import logging
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,9 @@ import psutil
 import torch
 
 from server.engine import loading
-from server.engine.attention import AttentionBackend, BatchMeta, row_order
-from server.engine.attention_torch import TorchAttention
+from server.engine.attention import BatchMeta, row_order
+from server.engine.forward import Forward, make_forward, require_cuda
+from server.engine.fused import FusedWeights
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.packed_linear import can_pack, pack_linears
 from server.engine.sampler import Sampler
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 Auto = Literal["auto"]
 
-_KV_SHARE = 0.25  # of the memory that is free once the weights are loaded: other workers share the host
+# Of the memory that is free once the weights are loaded: a GPU is the worker's own and keeps room for graphs and
+# activations; other workers share the host's.
+_KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 _WARM_UP_TOKENS = 256
 # auto takes no more on a CPU, or four sequences of max_len: zeroing memory that the host has yet to find takes seconds.
 _CPU_KV_BYTES = 2 * 2**30
@@ -59,6 +61,8 @@ class ModelRunner:
         """`model` is a folder, or "dummy:" and a folder or config.json. 0 means: the model's or the machine's own."""
         self.device = torch.device(device)
         self.dtype = loading.choose_dtype(dtype, self.device)
+        if self.device.type == "cuda":
+            require_cuda(self.device, self.dtype)
         self.folder, self.is_dummy = loading.model_folder(model)
         self.config = loading.load_config(self.folder)
         self.spec = KVSpec.from_config(self.config, self.dtype, block_size)
@@ -79,7 +83,8 @@ class ModelRunner:
         self._check = check
         self._pack = pack
         self._model: Any = None
-        self._attention: AttentionBackend
+        self._weights: FusedWeights | None = None
+        self._forward: Forward
         self._sampler = Sampler()
 
     # -- load ---------------------------------------------------------------------------------------------------------
@@ -98,6 +103,7 @@ class ModelRunner:
             self._try_out(progress)
         progress("kv cache", 0.9)
         self._use_pool(KVCachePool(self.spec, self._decide_num_blocks(), self.device))
+        self._forward.prepare(self.max_len, progress)
         progress("ready", 1.0)
 
     def _try_out(self, progress: Progress) -> None:
@@ -105,18 +111,25 @@ class ModelRunner:
         seq = check_sequence(self.spec, self.vocab_size)
         # Before packing, so that the check covers that too.
         theirs = eager_logits(self._model, seq.prompt) if self._check else None
+        name = type(self._model).__name__
+        self._weights = FusedWeights.of(self._model, self.max_len)
         if self._pack and self.device.type == "cpu" and can_pack(self.dtype):
             progress("packing", 0.4)
-            logger.info("packed %d linear layers for this CPU", pack_linears(self._model))
+            logger.info("packed %d linear layers for this CPU", self._pack_linears())
         warm_len = min(self.max_len - 1, _WARM_UP_TOKENS)
         num_blocks = self.spec.num_blocks_for(max(len(seq.prompt), warm_len + 1))
         self._use_pool(KVCachePool(self.spec, 1 + num_blocks, self.device))
         if theirs is not None:
             progress("check", 0.5)
-            name = type(self._model).__name__
             self.logit_differences = check_logits(theirs, self._all_logits, seq, self.spec, name)
         progress("warm-up", 0.7)
         self._warm_up(warm_len)
+
+    def _pack_linears(self) -> int:
+        if self._weights is None:
+            return pack_linears(self._model)
+        self._model = None  # its parameters are views of what packing is to free
+        return self._weights.pack()
 
     def fingerprint(self) -> str:
         """Of config and weights, for the model card."""
@@ -124,7 +137,7 @@ class ModelRunner:
 
     def _use_pool(self, pool: KVCachePool) -> None:
         self.pool = pool
-        self._attention = TorchAttention(pool)
+        self._forward = make_forward(self._model, self._weights, pool, self._max_running)
 
     def _warm_up(self, prompt_len: int) -> None:
         """One prompt forward and one decode step, so that the first client does not pay for what torch sets up."""
@@ -143,7 +156,7 @@ class ModelRunner:
         most = 1 + self._max_running * self.spec.num_blocks_for(self.max_len)
         free = self._free_bytes()
         if self._kv_bytes == "auto":
-            affordable = int(free * _KV_SHARE) // block
+            affordable = int(free * _KV_SHARE[self.device.type]) // block
             if self.device.type == "cpu":
                 affordable = min(affordable, max(_CPU_KV_BYTES // block, 4 * least))
             num_blocks, source = min(most, affordable), "auto"
@@ -184,7 +197,8 @@ class ModelRunner:
         order = row_order(slices)
         ordered = [slices[i] for i in order]
         sampling = [row for row, s in enumerate(ordered) if s.samples]
-        logits = self._forward(ordered, sampling)
+        meta = BatchMeta.build(ordered, self.spec.block_size)
+        logits = self._forward.logits(meta, [meta.query_starts[row + 1] - 1 for row in sampling])
         tokens: list[Token | None] = [None] * len(slices)
         if logits is not None:
             sampled = self._sampler.sample(logits, [ordered[row].seq for row in sampling])
@@ -192,26 +206,8 @@ class ModelRunner:
                 tokens[order[row]] = token
         return tokens
 
-    def _forward(self, slices: Rows[Slice], sampling: list[int]) -> torch.Tensor | None:
-        """Logits [len(sampling), vocab] of the last token of those rows; None if there are none."""
-        meta = BatchMeta.build(slices, self.spec.block_size)
-        last = [meta.query_starts[row + 1] - 1 for row in sampling]
-        inputs = self._inputs(meta)
-        if not last:
-            self._model.base_model(**inputs)
-            return None
-        keep = torch.tensor(last, device=self.device)
-        return self._model(**inputs, logits_to_keep=keep).logits[0]  # type: ignore[no-any-return]
-
     def _all_logits(self, slices: list[Slice]) -> torch.Tensor:
         meta = BatchMeta.build(slices, self.spec.block_size)
-        return self._model(**self._inputs(meta)).logits[0]  # type: ignore[no-any-return]
-
-    def _inputs(self, meta: BatchMeta) -> dict[str, Any]:
-        self._attention.plan(meta)
-        return {
-            "input_ids": torch.tensor([meta.token_ids], device=self.device),
-            "position_ids": torch.tensor([meta.positions], device=self.device),
-            "use_cache": False,
-            "paged": self._attention,
-        }
+        logits = self._forward.logits(meta, list(range(len(meta.token_ids))))
+        assert logits is not None
+        return logits

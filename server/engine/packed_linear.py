@@ -9,20 +9,27 @@ import torch
 from torch import nn
 
 
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` in an opaque layout, for `packed_linear` alone."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach())  # type: ignore[no-any-return]
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
 class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         # Not buffers: an opaque layout is nothing to move, cast or save.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.packed = pack(linear.weight)
         bias: torch.Tensor | None = linear.bias
         self.bias_value = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
-            x, self.packed, self.bias_value, "none", [], ""
-        )
+        return packed_linear(x, self.packed, self.bias_value)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -70,6 +70,7 @@ class Counters:
 class Scheduler:
     def __init__(self, limits: Limits, pool: BlockPool, clock: Callable[[], float]) -> None:
         self.limits = limits
+        self.pool = pool
         self._tables = BlockTables(pool)
         self._roster = Roster()
         self._admission = Admission(limits, self._tables, self._roster, clock)
@@ -145,6 +146,11 @@ class Scheduler:
             seq.generation = self._generation
             self._roster.move(seq, SeqState.RECEIVING)
         return granted
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether more sequences could be granted than ask."""
+        return self._gate.is_low
 
     def received(self, seq_id: SeqId, token: Token) -> Sequence | None:
         """All KV is here, and the first token: in line to run. None when it is not awaited (late, aborted)."""

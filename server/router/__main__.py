@@ -102,6 +102,7 @@ async def serve(boot: Boot, status: Status, shutdown: Shutdown) -> None:
             raise stack.prober.failed.result()
         stack.health.is_draining = True
         await _drained(stack, shutdown, boot.config.supervise.stop_timeout)
+        stack.events.close()  # watchers stay for as long as there is something to see
     finally:
         for task in (ready, draining):
             task.cancel()

@@ -7,7 +7,6 @@
 
 import os
 import time
-from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -16,15 +15,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.metrics import RouterMetrics, Sample
+from server.metrics import RouterMetrics
 from server.router.app import guarded
+from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
-from server.router.errors import ApiError, unavailable
+from server.router.errors import ApiError, bad_request, unavailable
+from server.router.gauges import samples
 from server.router.http import Keys, json_response
+from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi
-from server.router.timing import Recent
-from server.router.workers import Worker
+from server.router.stats import Stats
+from server.router.timing import KEPT, Recent
+from server.router.worker import Worker
 
 
 def version() -> str:
@@ -61,17 +64,6 @@ class Health:
         return None
 
 
-_TRANSFER_COUNTERS = {
-    "checksum_failures_total": "Chunks whose bytes were not those that were sent",
-    "lost_total": "Chunks that came empty",
-    "lease_expired_total": "Grants that prefill stopped renewing",
-    "recomputed_total": "Sequences computed on the decode side after all",
-    "quarantined_slots": "Ring slots that an ended path might still write",
-    "encode_s_total": "Seconds in the codec, sending",
-    "decode_s_total": "Seconds in the codec, receiving",
-}
-
-
 class Admin:
     def __init__(
         self,
@@ -81,18 +73,22 @@ class Admin:
         prober: Prober,
         metrics: RouterMetrics,
         recent: Recent,
+        stats: Stats,
         keys: Keys,
         names: list[str],
+        store: KnobStore,
     ) -> None:
         self._dispatcher = dispatcher
         self._health = health
         self._prober = prober
         self._metrics = metrics
         self._recent = recent
+        self._stats = stats
         self._keys = keys
         self._names = names
+        self._store = store
         self._started = time.time()
-        metrics.add_samples(self._samples)
+        metrics.add_samples(lambda: samples(dispatcher))
 
     def routes(self) -> list[Route]:
         return [
@@ -104,6 +100,7 @@ class Admin:
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.spec),
             Route("/admin/state", guarded(self.state)),
+            Route("/admin/requests", guarded(self.requests)),
             Route("/admin/requests/{name}", guarded(self.request)),
         ]
 
@@ -153,8 +150,16 @@ class Admin:
             for route in dispatcher.routes
         }
         workers = [_worker(worker) for worker in dispatcher.workers.all.values()]
-        # Knobs are not changed here yet: the profile is revision 1.
-        return json_response({"version": 1, "rev": 1, "router": router, "routes": routes, "workers": workers})
+        body = {"version": 1, "rev": self._store.rev, "router": router, "routes": routes, "workers": workers}
+        return json_response({**body, "hybrid": _hybrid(dispatcher.chooser), "stats": self._stats.as_dict()})
+
+    async def requests(self, request: Request) -> Response:
+        """The newest first, those under way among them. `?limit=100`"""
+        self._keys.check(request.headers)
+        limit = request.query_params.get("limit", "100")
+        if not limit.isdecimal() or not 0 < int(limit) <= KEPT:
+            raise bad_request("limit", f"limit: a number from 1 to {KEPT}")
+        return json_response({"version": 1, "requests": self._recent.rows(int(limit))})
 
     async def request(self, request: Request) -> Response:
         self._keys.check(request.headers)
@@ -168,34 +173,22 @@ class Admin:
         body = {"id": name, "request_id": records[0].request, "pdctl": records[0].as_dict(), "sequences": sequences}
         return json_response(body)
 
-    def _samples(self) -> Iterable[Sample]:
-        for worker in self._dispatcher.workers.all.values():
-            labels = {"worker": worker.name, "role": worker.role}
-            yield "pdctl_worker_up", "1 while connected", labels, float(worker.is_connected)
-            yield "pdctl_worker_open", "Sequences the router has there", labels, float(len(worker.open))
-            for name, value in _load(worker).items():
-                if isinstance(value, int | float):
-                    yield f"pdctl_worker_{name}", f"Load.{name} as last reported", labels, float(value)
-            yield from _transfer_samples(worker)
-
-
-def _transfer_samples(worker: Worker) -> Iterable[Sample]:
-    """Of a path: bytes verified at the other end, and the seconds in which something was under way."""
-    if worker.load is None:
-        return
-    labels = {"worker": worker.name}
-    for name, doc in _TRANSFER_COUNTERS.items():
-        if (value := worker.load.counters.get(name.removesuffix("_total"))) is not None:
-            yield f"pdctl_kv_transfer_{name}", doc, labels, value
-    for decode, link in worker.load.links.items():
-        pair = {"prefill": worker.name, "decode": decode, "transport": link.transport, "codec": link.codec}
-        yield "pdctl_kv_link_bytes_total", "Wire bytes verified at the other end", pair, float(link.bytes)
-        yield "pdctl_kv_link_seconds_total", "Seconds with any of them under way", pair, link.seconds
-
 
 def _status(is_good: bool, state: str) -> Response:
     headers = {} if is_good else {"Retry-After": "5"}
     return json_response({"status": state}, 200 if is_good else 503, headers)
+
+
+def _hybrid(chooser: Chooser) -> dict[str, Any]:
+    """What decides between one worker and two, and what was measured for it."""
+    is_auto = chooser.threshold is None
+    return {
+        "threshold_tokens": chooser.crossover.tokens if is_auto else chooser.threshold,
+        "is_auto": is_auto,
+        "crossover": chooser.crossover.table(),
+        "prefill_tokens_per_s": round(chooser.rates.prefill.value, 1),
+        "local_tokens_per_s": round(chooser.rates.local.value, 1),
+    }
 
 
 def _load(worker: Worker) -> dict[str, Any]:
@@ -208,7 +201,8 @@ def _worker(worker: Worker) -> dict[str, Any]:
     return {
         "name": worker.name,
         "role": worker.role,
-        "state": "busy" if worker.is_connected and worker.is_busy else worker.state,
+        "state": worker.shown_state,
+        "is_draining": worker.is_draining,
         "reason": worker.reason,
         "instance": worker.instance,
         "pid": worker.pid,

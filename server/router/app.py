@@ -29,6 +29,7 @@ from server.router.http import (
     json_response,
     read_body,
     request_id,
+    tenant,
     until_disconnect,
 )
 from server.router.render import DONE, ChatFormat, CompletionFormat, Format, event
@@ -37,6 +38,7 @@ from server.router.text import Text
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
+KV_HEADER = "x-pdctl-kv"
 _INTERNAL = ApiError(500, "internal error", kind="server_error", code="internal_error")
 
 
@@ -102,7 +104,7 @@ class Api:
             if request.echo:
                 job.echoes = [messages[-1]["content"]]
 
-        job = Job(request, new_id("chatcmpl"), request_id(http), "/v1/chat/completions", model)
+        job = _job(http, request, "chatcmpl", "/v1/chat/completions", model)
         return await self._answer(http, job, prepare, ChatFormat(job, self._text, _wants_timing(http)))
 
     async def completions(self, http: Request) -> Response:
@@ -120,7 +122,7 @@ class Api:
             if request.echo:
                 job.echoes = [p if isinstance(p, str) else self._text.decode(p, skip_special=False) for p in prompts]
 
-        job = Job(request, new_id("cmpl"), request_id(http), "/v1/completions", model)
+        job = _job(http, request, "cmpl", "/v1/completions", model)
         return await self._answer(http, job, prepare, CompletionFormat(job, self._text, _wants_timing(http)))
 
     async def _encode(self, request: openai.Request, prompt: str | list[int], param: str, special: bool) -> list[int]:
@@ -139,7 +141,8 @@ class Api:
         self, http: Request, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format
     ) -> Response:
         if not job.request.stream:
-            return json_response(await until_disconnect(http.receive, self._whole(job, prepare, form)))
+            body = await until_disconnect(http.receive, self._whole(job, prepare, form))
+            return json_response(body, headers=_handle(job))
         late = asyncio.Event()
         events = self._events(job, prepare, form, late)
         first = asyncio.ensure_future(anext(events))
@@ -149,7 +152,7 @@ class Api:
         except BaseException:
             await close_stream(first, events)
             raise
-        return EventStream(first, events, self._keepalive_s)
+        return EventStream(first, events, self._keepalive_s, _handle(job))
 
     async def _whole(self, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format) -> bytes:
         async with aclosing(self._generator.outputs(job, prepare)) as outputs:
@@ -248,6 +251,23 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 async def _unhandled(_: Request, error: Exception) -> Response:
     return error_response(_as_api_error(error))
+
+
+def _job(http: Request, request: openai.Request, prefix: str, endpoint: str, model: str) -> Job:
+    return Job(
+        request,
+        new_id(prefix),
+        request_id(http),
+        endpoint,
+        model,
+        tenant=tenant(http),
+        handle=http.headers.get(KV_HEADER, ""),
+    )
+
+
+def _handle(job: Job) -> dict[str, str]:
+    """For the client's next turn. Not known yet where a response had to begin before its first token."""
+    return {KV_HEADER: job.next_handle} if job.next_handle else {}
 
 
 def _wants_timing(http: Request) -> bool:

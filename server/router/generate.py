@@ -14,13 +14,16 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from server.metrics import RouterMetrics
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, context_too_long
 from server.router.openai import Request, pick_seed, sampling
+from server.router.stats import Stats
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
+from server.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,14 @@ class Job:
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
+    tenant: str = ""  # whose key it came with
+    handle: str = ""  # of the conversation's last turn, if the client sent one
+    workers: list[Worker] = field(default_factory=list)  # that give the output
+
+    @property
+    def next_handle(self) -> str:
+        """Names the worker that will hold this conversation's KV, for the next turn."""
+        return f"{self.workers[0].name}.{self.workers[0].instance[:12]}" if self.workers else ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,18 +79,29 @@ def new_id(prefix: str) -> str:
 
 class Generator:
     def __init__(
-        self, text: Text, dispatcher: Dispatcher, metrics: RouterMetrics, recent: Recent, request_timeout_s: float
+        self,
+        text: Text,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        recent: Recent,
+        stats: Stats,
+        request_timeout_s: float,
     ) -> None:
         self._text = text
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._recent = recent
+        self._stats = stats
         self._timeout_s = request_timeout_s
 
     async def outputs(self, job: Job, prepare: Callable[[Job], Awaitable[None]]) -> AsyncGenerator[Output, None]:
         """Raises ApiError. Close it to end the request."""
         dispatcher = self._dispatcher
-        dispatcher.admit()
+        try:
+            dispatcher.admit()
+        except ApiError as error:
+            self._stats.request_over(str(error.status))
+            raise
         has_first = False
         status = "cancelled"
         try:
@@ -102,7 +124,10 @@ class Generator:
 
     def _begin(self, job: Job) -> None:
         count = len(job.prompts) * job.request.num_choices
-        job.records = [Record(arrival=job.arrival, request=job.request_id) for _ in range(count)]
+        job.records = [
+            Record(arrival=job.arrival, request=job.request_id, endpoint=job.endpoint, stats=self._stats)
+            for _ in range(count)
+        ]
         self._recent.add(job.id, job.request_id, job.records)
 
     async def _choices(self, job: Job) -> AsyncGenerator[Output, None]:
@@ -157,11 +182,12 @@ class Generator:
         )
         stop: str | int | None = None
         last_id = -1
-        route = self._dispatcher.choose(len(prompt))
-        attempt = self._dispatcher.open(
-            route, prompt, params, record, salt=request.cache_salt or "", deadline_s=self._timeout_s
-        )
+        # Prefixes are shared by those who use the same key and salt, and nobody else.
+        salt = "/".join(filter(None, (job.tenant, request.cache_salt)))
+        plan = self._dispatcher.choose(prompt, salt, job.handle)
+        attempt = self._dispatcher.open(plan, prompt, params, record, salt=salt, deadline_s=self._timeout_s)
         async with attempt:
+            job.workers.append(attempt.route.worker)
             while (token := await attempt.next()) is not None:
                 last_id = token.id
                 delta = decoder.feed(token)
@@ -181,9 +207,12 @@ class Generator:
     def _end(self, job: Job, status: str) -> None:
         metrics = self._metrics
         metrics.requests.labels(job.endpoint, status).inc()
+        self._stats.request_over(status)
         for record in job.records:
+            record.reason = record.reason or "aborted"
             if record.path:
-                _observe(metrics, record)
+                _observe(metrics, self._stats, record)
+                self._dispatcher.observe(record)
         first = job.records[0] if job.records else Record(arrival=job.arrival)
         fields = {
             "id": job.id,
@@ -209,29 +238,49 @@ async def _pump(choice: AsyncGenerator[Output, None], queue: "asyncio.Queue[Outp
         queue.put_nowait(None)
 
 
-def _observe(metrics: RouterMetrics, record: Record) -> None:
-    metrics.sequences.labels(record.path, record.reason or "aborted").inc()
+def _observe(metrics: RouterMetrics, stats: Stats, record: Record) -> None:
+    """The sequence is over: into the counters since the start, and into the last minute."""
+    metrics.sequences.labels(record.path, record.reason).inc()
     metrics.prompt_tokens.inc(record.prompt_tokens)
     metrics.output_tokens.inc(record.output_tokens)
     metrics.cached_tokens.inc(record.cached_tokens)
-    seconds = metrics.stages
-    if record.first:
-        seconds["ttft"].observe(record.first - record.arrival)
-        seconds["e2e"].observe(record.last - record.arrival)
-        seconds["queue"].observe(record.sent - record.arrival)
-    if record.second:
-        seconds["second_token"].observe(record.second - record.first)
-        seconds["tpot"].observe((record.last - record.first) / (record.output_tokens - 1))
     stages = record.as_dict()
-    for name in ("prefill_queue", "grant_wait", "transfer", "decode_queue"):
-        if stages[f"{name}_ms"] is not None:
-            seconds[name].observe(stages[f"{name}_ms"] / 1000)
+    seconds = _seconds(record, stages)
+    for name, histogram in metrics.stages.items():
+        if name in seconds:
+            histogram.observe(seconds[name])
     for name in ("kv_bytes", "wire_bytes", "chunks", "resends"):
         getattr(metrics, name).inc(stages[name] or 0)
     metrics.overlapped_bytes.inc((stages["overlap"] or 0) * (stages["kv_bytes"] or 0))
+    stats.sequence_over(
+        prefill=record.prefill,
+        decode=record.decode,
+        prompt_tokens=record.prompt_tokens,
+        read_tokens=record.prompt_tokens - record.cached_tokens,
+        seconds=seconds,
+        kv_bytes=stages["kv_bytes"] or 0,
+        resends=stages["resends"] or 0,
+    )
+
+
+def _seconds(record: Record, stages: dict[str, Any]) -> dict[str, float]:
+    """What is known of each stage."""
+    seconds: dict[str, float] = {}
+    if record.first:
+        seconds["ttft"] = record.first - record.arrival
+        seconds["e2e"] = record.last - record.arrival
+        seconds["queue"] = record.sent - record.arrival
+    if record.second:
+        seconds["second_token"] = record.second - record.first
+        seconds["tpot"] = (record.last - record.first) / (record.output_tokens - 1)
+    for name in ("prefill_queue", "grant_wait", "transfer", "decode_queue"):
+        if stages[f"{name}_ms"] is not None:
+            seconds[name] = stages[f"{name}_ms"] / 1000
+    if stages["prefill_end_ms"] is not None and stages["prefill_start_ms"] is not None:
+        seconds["prefill"] = (stages["prefill_end_ms"] - stages["prefill_start_ms"]) / 1000
     if stages["first_chunk_ms"] is not None and stages["prefill_start_ms"] is not None:
-        first_chunk = stages["first_chunk_ms"] - stages["prefill_start_ms"]
-        seconds["kv_transfer_first_chunk"].observe(max(0.0, first_chunk / 1000))
+        seconds["kv_transfer_first_chunk"] = max(0.0, (stages["first_chunk_ms"] - stages["prefill_start_ms"]) / 1000)
+    return seconds
 
 
 def lengths(job: Job, max_len: int, param: str) -> list[int]:

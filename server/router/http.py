@@ -7,10 +7,11 @@
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,22 +44,31 @@ def request_id(request: Request) -> str:
     return str(request.scope["state"]["request_id"])
 
 
+def tenant(request: Request) -> str:
+    """Whose key the request came with."""
+    return str(request.scope["state"].get("tenant", ""))
+
+
 class Keys:
     """Accepted keys; none = everybody is let in."""
 
     def __init__(self, keys: list[bytes]) -> None:
         self._keys = keys
 
-    def check(self, headers: Headers) -> None:
-        """Raises ApiError 401. `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
+    def check(self, headers: Headers) -> str:
+        """A name for the key that was given, empty without keys. Raises ApiError 401.
+
+        `Authorization: Bearer KEY`, or `X-Api-Key: KEY`.
+        """
         if not self._keys:
-            return
+            return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # Every key is compared, so that the time taken tells nothing about which one is near.
         if sum(hmac.compare_digest(given.encode(), key) for key in self._keys) == 0:
             what = "is not valid" if given else "is missing: send Authorization: Bearer KEY"
             raise ApiError(401, f"the API key {what}", kind="authentication_error", code="invalid_api_key")
+        return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
 
 
 class Gate:
@@ -94,7 +104,7 @@ class Gate:
         path: str = scope["path"]
         if scope["method"] == "OPTIONS" or not path.startswith(_KEYED):
             return
-        self._keys.check(headers)
+        scope["state"]["tenant"] = self._keys.check(headers)
         if path.startswith(_WORK) and (refusal := self._refusal()) is not None:
             raise refusal
 
@@ -141,14 +151,18 @@ class EventStream(EventSourceResponse):
     """
 
     def __init__(
-        self, first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None], keepalive_s: float = 0.0
+        self,
+        first: "asyncio.Future[bytes]",
+        events: AsyncGenerator[bytes, None],
+        keepalive_s: float = 0.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             self._all(),
             sep="\n",
             ping=keepalive_s,
             ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
-            headers={"Cache-Control": "no-cache"},
+            headers={"Cache-Control": "no-cache", **(headers or {})},
         )
         self._first = first
         self._events = events

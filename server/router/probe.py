@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from server.errors import StartError
-from server.router.dispatch import Dispatcher, Route
+from server.router.attempt import Plan, Route
+from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError
 from server.router.timing import Record
 from server.sequence import SamplingParams
@@ -88,7 +89,7 @@ class Prober:
         began = time.perf_counter()
         try:
             async with self._dispatcher.open(
-                route, self._prompt, params, record, deadline_s=PROBE_TIMEOUT_S
+                Plan(route, len(self._prompt)), self._prompt, params, record, deadline_s=PROBE_TIMEOUT_S
             ) as attempt:
                 while await attempt.next() is not None:
                     pass

@@ -7,6 +7,7 @@ stopped    `stop`: connections closed
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +20,18 @@ from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
 from server.router.app import Api, build
+from server.router.audit import AuditLog, DrainRecord
+from server.router.control import Control
 from server.router.dispatch import Dispatcher
+from server.router.events import Events
 from server.router.generate import Generator
 from server.router.http import Gate, Keys
+from server.router.knobs import KnobStore
 from server.router.probe import Prober
+from server.router.stats import Stats
 from server.router.text import Text
 from server.router.timing import Recent
+from server.router.tuning import Tuning
 from server.router.workers import Workers
 from server.wire import Identity
 
@@ -39,6 +46,8 @@ class Stack:
     prober: Prober
     health: Health
     text: Text
+    events: Events
+    tuning: Tuning
     _probing: asyncio.Task[None] | None = field(default=None, init=False)
 
     @classmethod
@@ -51,35 +60,62 @@ class Stack:
         card = Card(text_facts(boot.model_dir, config.model.path))
         roles = {spec.name: spec.role for spec in config.workers}
         workers = Workers(boot.addresses, dict(roles), me=Identity.new(boot.name, "router"), secret=secret, card=card)
-        dispatcher = Dispatcher(workers, config)
+        dispatcher = Dispatcher(workers, config, text.max_len)
+        events = Events()
+        workers.watch = lambda worker: events.say(
+            "worker",
+            worker=worker.name,
+            state=worker.shown_state,
+            reason=worker.reason,
+            is_draining=worker.is_draining,
+        )
+        dispatcher.on_threshold = lambda tokens: events.say("threshold", tokens=tokens)
+        store = KnobStore(config, text.max_len, time.time)
+        tuning = Tuning(
+            store,
+            workers,
+            AuditLog(boot.state_dir, boot.run_id),
+            events,
+            dispatcher.use_knobs,
+            config.tune.auto_revert,
+            config.slo,
+        )
+        dispatcher.watch = tuning.guard.observe
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
+        stats = Stats((config.slo.ttft_p95, config.slo.tpot_p95))
         names = config.served_names
         api = Api(
             text,
-            Generator(text, dispatcher, metrics, recent, config.router.request_timeout),
+            Generator(text, dispatcher, metrics, recent, stats, config.router.request_timeout),
             names,
             config.router.keepalive_s,
         )
+        admin_keys = Keys(_keys(config.router.admin_key_file) or [secret])
         admin = Admin(
             dispatcher=dispatcher,
             health=health,
             prober=prober,
             metrics=metrics,
             recent=recent,
-            keys=Keys(_keys(config.router.admin_key_file) or [secret]),
+            stats=stats,
+            keys=admin_keys,
             names=names,
+            store=store,
         )
-        app = build([*api.routes(), *admin.routes()])
+        control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
+        app = build([*api.routes(), *admin.routes(), *control.routes()])
         gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
-        return cls(gate, workers, dispatcher, prober, health, text)
+        return cls(gate, workers, dispatcher, prober, health, text, events, tuning)
 
     def start(self) -> None:
         self.workers.start()
         self._probing = asyncio.create_task(self.prober.run(), name="prober")
 
     async def stop(self) -> None:
+        self.events.close()
+        self.tuning.close()
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)

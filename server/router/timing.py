@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.router.stats import Stats
+
 KEPT = 1000
 _COUNTS = ("kv_bytes", "wire_bytes", "chunks", "resends")
 
@@ -26,11 +28,14 @@ class Record:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    uncached_tokens: int = 0  # as the router believed when it chose the path
     sent: float = 0.0
     first: float = 0.0
     second: float = 0.0
     last: float = 0.0
     reason: str = ""
+    endpoint: str = ""
+    stats: Stats | None = field(default=None, repr=False)  # a probe's record has none: nobody asked for its tokens
     prefill_stages: Mapping[str, float] = field(default_factory=dict)
     decode_stages: Mapping[str, float] = field(default_factory=dict)
 
@@ -39,8 +44,13 @@ class Record:
         self.output_tokens += 1
         if self.output_tokens == 1:
             self.first = now
-        elif self.output_tokens == 2:
-            self.second = now
+            if self.stats is not None:
+                self.stats.first_token(now - self.arrival)
+        else:
+            if self.output_tokens == 2:
+                self.second = now
+            if self.stats is not None:
+                self.stats.next_token(self.decode, now - self.last)
         self.last = now
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,6 +75,25 @@ class Record:
             **{name: int(d[name]) if name in d else None for name in _COUNTS},
             "overlap": d.get("overlap"),
             "decode_queue_ms": _gap(d, "ready", "start"),
+        }
+
+    def as_row(self) -> dict[str, Any]:
+        """One line of a table of requests; the rest is a click away."""
+        now = time.perf_counter()
+        return {
+            "endpoint": self.endpoint,
+            "request_id": self.request,
+            "state": "done" if self.reason else "running" if self.first else "waiting",
+            "age_s": round(now - self.arrival, 3),
+            "path": self.path,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "ttft_ms": self._since_arrival(self.first),
+            "tpot_ms": _ms((self.last - self.first) / (self.output_tokens - 1)) if self.output_tokens > 1 else None,
+            "total_ms": self._since_arrival(self.last),
+            "reason": self.reason,
         }
 
     def _since_arrival(self, mark: float) -> float | None:
@@ -97,6 +126,15 @@ class Recent:
             _, old = self._records.popitem(last=False)
             if old and self._alias.get(old[0].request) not in self._records:
                 self._alias.pop(old[0].request, None)
+
+    def rows(self, limit: int) -> list[dict[str, Any]]:
+        """The newest first; a request of several sequences has a row for each."""
+        rows = []
+        for name, records in reversed(self._records.items()):
+            rows += [{"id": name, **record.as_row()} for record in records]
+            if len(rows) >= limit:
+                break
+        return rows[:limit]
 
     def get(self, name: str) -> tuple[str, list[Record]] | None:
         response_id = self._alias.get(name, name)

@@ -1,212 +1,32 @@
-"""The router's connections: one to every worker, for as long as the router lives.
+"""All workers of a router: who there is, who is told what on connecting, who hears of a change.
 
-    connecting -> connected -> lost -> connecting ...      refused: the handshake said why; tried again, slowly
-
-1. A `Worker` connects, greets, sends heartbeats and reads messages until the connection ends or falls silent.
-2. Tokens and Done go into the inbox of the sequence they name: one queue put a token, nothing else on this path.
-3. When the connection ends, every sequence that still needs this worker finds a `Lost` in its inbox.
-4. A restarted worker is a new instance: routes through it are to be proven again (`probe`).
+`add` and `remove` are for `pdctl scale`; prefill workers are told of every decode worker that comes or goes (`Peers`).
 """
 
 import asyncio
-import contextlib
-import itertools
-import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from server.errors import HandshakeRefused, PdctlError
-from server.messages import AbortAck, AnyMessage, Card, Done, Heartbeat, Load, SeqToken, Tokens
-from server.sequence import SeqId
-from server.wire import Channel, Identity, connect, greet
-
-logger = logging.getLogger(__name__)
-
-HEARTBEAT_S = 1.0
-SILENT_S = 3.0
-SILENT_BUSY_S = 60.0
-RETRY_S = (0.05, 2.0)
-REFUSED_RETRY_S = 5.0
-FAIR_SHARE = 32
+from server.messages import AnyMessage, Card, Peers
+from server.router.worker import Worker
+from server.wire import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The connection to a worker ended; `worker` had not said Done."""
+class Pulse:
+    """Wakes whoever waits at the moment, and nobody later."""
 
-    worker: str
-    reason: str
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
 
+    def beat(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """The request's time is over."""
-
-
-Event = SeqToken | tuple[str, Done] | Lost | Expired
-Inbox = asyncio.Queue[Event]
-
-
-class Worker:
-    def __init__(
-        self,
-        name: str,
-        role: str,
-        address: str,
-        *,
-        me: Identity,
-        secret: bytes,
-        card: Card,
-        on_change: Callable[["Worker"], None],
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
-        self.name = name
-        self.role = role
-        self.address = address
-        self._me = me
-        self._secret = secret
-        self._card = card
-        self._on_change = on_change
-        self._heartbeat_s = heartbeat_s
-        self._channel: Channel | None = None
-        self.state = "connecting"
-        self.reason = ""  # why it is not connected
-        self.instance = ""
-        self.load: Load | None = None
-        self.load_at = 0.0
-        self.heartbeat: Heartbeat | None = None
-        self.heartbeat_at = 0.0
-        self.open: dict[SeqId, Inbox] = {}
-        self.prompt_tokens = 0  # of open sequences that this worker is to read
-        self.unexpected = 0
-        self.pid: int | None = None  # if its card tells
-
-    @property
-    def is_connected(self) -> bool:
-        return self._channel is not None
-
-    @property
-    def is_busy(self) -> bool:
-        return self.heartbeat is not None and bool(self.heartbeat.busy)
-
-    def send(self, message: AnyMessage) -> None:
-        """Queues `message`; without a connection it is dropped, and whoever waits finds a Lost."""
-        if self._channel is not None:
-            self._channel.send(message)
-
-    def attach(self, seq_id: SeqId, inbox: Inbox, num_prompt: int) -> None:
-        self.open[seq_id] = inbox
-        self.prompt_tokens += num_prompt
-        if self._channel is None:
-            inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
-
-    def detach(self, seq_id: SeqId, num_prompt: int) -> bool:
-        """False when it was not attached any more."""
-        if self.open.pop(seq_id, None) is None:
-            return False
-        self.prompt_tokens -= num_prompt
-        return True
-
-    async def run(self) -> None:
-        """Keeps the connection up until cancelled. A bad peer costs its sequences, never this loop."""
-        delay = RETRY_S[0]
-        while True:
-            try:
-                await self._connection()
-                delay = RETRY_S[0]
-            except HandshakeRefused as error:
-                self._set("refused", error.message)
-                delay = REFUSED_RETRY_S
-            except PdctlError as error:
-                if self.state != "lost":
-                    self._set("connecting", error.message)
-                delay = min(delay * 2, RETRY_S[1])
-            await asyncio.sleep(delay)
-
-    async def _connection(self) -> None:
-        channel = await connect(self.address)
-        try:
-            await greet(channel, self._me, self._secret, self._card)
-            if channel.peer.name != self.name:
-                raise HandshakeRefused(f"{self.address} is {channel.peer.name}, expected {self.name}")
-            self._opened(channel)
-            heartbeats = asyncio.create_task(self._send_heartbeats(channel))
-            try:
-                await self._read(channel)
-            finally:
-                heartbeats.cancel()
-                self._closed()
-        finally:
-            with contextlib.suppress(asyncio.CancelledError):
-                await channel.close()
-
-    def _opened(self, channel: Channel) -> None:
-        self._channel = channel
-        self.instance = channel.peer.instance
-        pid = channel.card.offer.get("pid") if channel.card else None
-        self.pid = pid if isinstance(pid, int) else None
-        self.load = self.heartbeat = None
-        self.heartbeat_at = time.monotonic()
-        self._set("connected")
-
-    def _closed(self) -> None:
-        self._channel = None
-        lost = Lost(self.name, self.reason)
-        for inbox in self.open.values():
-            inbox.put_nowait(lost)
-        self._set("lost", self.reason)
-
-    def _set(self, state: str, reason: str = "") -> None:
-        if (state, reason) != (self.state, self.reason):
-            level = logging.INFO if state == "connected" else logging.WARNING
-            logger.log(level, "%s is %s", self.name, state, extra={"fields": {"reason": reason} if reason else {}})
-        self.state = state
-        self.reason = reason
-        self._on_change(self)
-
-    async def _send_heartbeats(self, channel: Channel) -> None:
-        while True:
-            channel.send(Heartbeat())
-            await asyncio.sleep(self._heartbeat_s)
-
-    async def _read(self, channel: Channel) -> None:
-        """Returns when the connection is over, with `reason` set."""
-        for count in itertools.count(1):
-            if count % FAIR_SHARE == 0:
-                # Messages that are here already are read without a pause; others on this loop want their turn.
-                await asyncio.sleep(0)
-            try:
-                self._take(await channel.recv(SILENT_BUSY_S if self.is_busy else SILENT_S))
-            except TimeoutError:
-                self.reason = "fell silent"
-                return
-            except PdctlError as error:
-                self.reason = error.message
-                return
-
-    def _take(self, message: AnyMessage) -> None:
-        match message:
-            case Tokens():
-                for item in message.items:
-                    inbox = self.open.get(item.id)
-                    if inbox is not None:
-                        inbox.put_nowait(item)
-            case Done():
-                inbox = self.open.get(message.id)
-                if inbox is not None:
-                    inbox.put_nowait((self.name, message))
-            case Load():
-                self.load, self.load_at = message, time.monotonic()
-            case Heartbeat():
-                was_busy = self.is_busy
-                self.heartbeat, self.heartbeat_at = message, time.monotonic()
-                if was_busy != self.is_busy:
-                    self._on_change(self)
-            case AbortAck():
-                pass  # the router has forgotten the sequence when it sends Abort
-            case _:
-                self.unexpected += 1
+    async def wait(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
 
 
 class Workers:
@@ -217,22 +37,77 @@ class Workers:
     ) -> None:
         self.me = me
         self.changed = asyncio.Event()
-        self.all: dict[str, Worker] = {
-            name: Worker(
-                name, roles[name], address, me=me, secret=secret, card=card, on_change=lambda _: self.changed.set()
-            )
-            for name, address in addresses.items()
-            if name in roles
-        }
-        self._tasks: list[asyncio.Task[None]] = []
+        self.reported = Pulse()
+        self.watch: Callable[[Worker], None] = lambda worker: None  # who wants to know of every change of state
+        self.greeting: Callable[[], list[AnyMessage]] = list  # the first messages to a worker
+        self._secret = secret
+        self._card = card
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._has_started = False
+        self.all: dict[str, Worker] = {}
+        for name, address in addresses.items():
+            if name in roles:
+                self.add(name, roles[name], address)
+
+    def add(self, name: str, role: str, address: str) -> Worker:
+        """One more; it is connected to from now on, or from `start` on."""
+        worker = self.all[name] = Worker(
+            name,
+            role,
+            address,
+            me=self.me,
+            secret=self._secret,
+            card=self._card,
+            on_change=self._on_change,
+            on_load=lambda _: self.reported.beat(),
+            greeting=self._greet,
+        )
+        if self._has_started:
+            self._start(worker)
+            self._introduce()
+        return worker
+
+    async def remove(self, worker: Worker) -> None:
+        """Nobody goes there any more."""
+        del self.all[worker.name]
+        self._introduce()
+        if (task := self._tasks.pop(worker.name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _greet(self, worker: Worker) -> list[AnyMessage]:
+        return [*self.greeting(), *([self._peers()] if worker.role == "prefill" else [])]
+
+    def _peers(self) -> Peers:
+        return Peers({worker.name: worker.address for worker in self.with_role("decode")})
+
+    def _introduce(self) -> None:
+        for worker in self.with_role("prefill"):
+            worker.send(self._peers())
+
+    def drain(self, worker: Worker, is_draining: bool) -> None:
+        """No new work for `worker`, or work again. What it has goes on."""
+        worker.is_draining = is_draining
+        self._on_change(worker)
+
+    def _on_change(self, worker: Worker) -> None:
+        self.changed.set()
+        self.reported.beat()
+        self.watch(worker)
 
     def with_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.all.values() if worker.role == role]
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(worker.run(), name=worker.name) for worker in self.all.values()]
+        self._has_started = True
+        for worker in self.all.values():
+            self._start(worker)
+
+    def _start(self, worker: Worker) -> None:
+        self._tasks[worker.name] = asyncio.create_task(worker.run(), name=worker.name)
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

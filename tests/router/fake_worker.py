@@ -11,8 +11,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from server.errors import PdctlError
-from server.messages import Abort, AbortAck, AnyMessage, Card, Decode, Done, Heartbeat, Load, Prefill, SeqToken, Tokens
+from server.messages import (
+    Abort,
+    AbortAck,
+    AnyMessage,
+    Blocks,
+    Card,
+    Decode,
+    Done,
+    Heartbeat,
+    Load,
+    NotResident,
+    Peers,
+    Prefill,
+    SeqToken,
+    SetKnobs,
+    Tokens,
+)
 from server.sequence import SeqId, Token
 from server.wire import Channel, Identity, serve, welcome
 
@@ -34,6 +52,10 @@ class FakeWorker:
         self.token0_to_router = True  # whether the decode side repeats token 0
         self.load = Load(0, 0, 0, 0, 0, 100, 10, 0)
         self.received: list[AnyMessage] = []
+        self.knobs = SetKnobs(0, {})
+        self.confirms = True
+        self.blocks = b""  # what it says is cached
+        self.is_stale = False  # and is not
         self.restart()
         self._secret = secret
         self._card = Card({**facts, "dtype": "fake"}, {"pid": 4242})
@@ -87,6 +109,7 @@ class FakeWorker:
         try:
             await welcome(channel, self._me, self._secret, self._card)
             channel.send(self.load)
+            channel.send(Blocks(self.blocks, is_all=True))
             heartbeats = asyncio.create_task(self._heartbeats(channel))
             while True:
                 await self._take(channel, await channel.recv())
@@ -104,10 +127,17 @@ class FakeWorker:
 
     async def _take(self, channel: Channel, message: AnyMessage) -> None:
         async with self._heard:
-            if not _is_probe(message) and not isinstance(message, Heartbeat):
+            if isinstance(message, SetKnobs):
+                self.knobs = message
+            elif not _is_probe(message) and not isinstance(message, Heartbeat | Peers):
                 self.received.append(message)
             self._heard.notify_all()
-        if isinstance(message, Prefill | Decode):
+        if isinstance(message, SetKnobs) and self.confirms:
+            self.load = msgspec.structs.replace(self.load, rev=message.rev)
+            channel.send(self.load)
+        elif isinstance(message, Prefill) and message.num_resident and self.is_stale:
+            channel.send(NotResident(message.id))
+        elif isinstance(message, Prefill | Decode):
             self._tasks[message.id] = asyncio.create_task(self._play(channel, message))
         elif isinstance(message, Abort):
             if task := self._tasks.pop(message.id, None):

@@ -1,5 +1,6 @@
 """Stage records, state and metrics."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,18 @@ async def test_version_and_spec(start: Start) -> None:
     assert (await cluster.request("GET", "/version")).json["version"]
     spec = (await cluster.request("GET", "/openapi.json")).json
     assert "/v1/chat/completions" in spec["paths"]
+
+
+async def test_every_metric_says_what_it_is_and_the_dashboard_asks_for_no_other(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    await cluster.chat()
+    text = (await cluster.request("GET", "/metrics")).body.decode()
+    named = dict(line.split(" ", 3)[2:] for line in text.splitlines() if line.startswith("# HELP "))
+    assert all(len(help) > 5 for help in named.values())
+    assert 'pdctl_pool_blocks_free{pool="decode"} 90.0' in text
+    for stage in ("ttft", "second_token", "queue", "prefill", "grant_wait", "transfer", "decode_queue"):
+        assert f"pdctl_{stage}_seconds" in named
+    board = (Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text()
+    asked = set(re.findall(r"pdctl_[a-z_]+", board))
+    there = {line.split("{")[0].split(" ")[0] for line in text.splitlines()}
+    assert asked <= there, asked - there

@@ -8,6 +8,7 @@ import pytest
 
 from server.messages import Abort, Decode, Prefill
 from tests.router.conftest import HELLO, Cluster, Start, until
+from tests.router.test_admin import ADMIN
 from tests.router.test_errors import check_error
 
 
@@ -268,7 +269,7 @@ async def test_round_robin_and_least_loaded(start: Start) -> None:
 
 
 async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.router import workers
+    from server.router import worker as connection
     from tests.router import fake_worker
 
     async def mute(*_: object) -> None:
@@ -276,8 +277,57 @@ async def test_silent_worker_is_lost(start: Start, monkeypatch: pytest.MonkeyPat
             await asyncio.Event().wait()
 
     cluster = await start(colocated=1, wait=False, fakes_up=False)
-    monkeypatch.setattr(workers, "SILENT_S", 0.1)
+    monkeypatch.setattr(connection, "SILENT_S", 0.1)
     monkeypatch.setattr(fake_worker.FakeWorker, "_heartbeats", mute)
     await cluster.colocated.start()
     worker = cluster.stack.workers.all["colocated-0"]
     await until(lambda: worker.reason == "fell silent")
+
+
+async def test_drain_and_resume(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    first, second = cluster.fakes["decode-0"], cluster.fakes["decode-1"]
+    first.stepwise = True
+    state = cluster.stack.workers.all["decode-0"]
+    cluster.stack.workers.drain(cluster.stack.workers.all["decode-1"], True)
+    asking = asyncio.create_task(cluster.chat())  # stays open there
+    await first.saw(Decode)
+    cluster.stack.workers.drain(cluster.stack.workers.all["decode-1"], False)
+    answer = await cluster.post("/admin/workers/decode-0/drain", {}, ADMIN)
+    assert (answer.json["state"], answer.json["open"]) == ("draining", 1)
+    for _ in range(3):
+        await cluster.chat()
+    assert len(first.heard(Decode)) == 1
+    first.step(100)
+    assert (await asking).status == 200
+    assert state.shown_state == "drained"
+
+    assert (await cluster.post("/admin/workers/decode-1/drain", {}, ADMIN)).status == 200
+    assert (await cluster.chat()).status == 503
+    assert (await cluster.post("/admin/workers/decode-1/resume", {}, ADMIN)).json["state"] == "connected"
+    count = len(second.heard(Decode))
+    assert (await cluster.chat()).status == 200
+    assert len(second.heard(Decode)) == count + 1
+    assert (await cluster.post("/admin/workers/decode-9/drain", {}, ADMIN)).status == 404
+
+
+async def test_a_worker_more_and_one_less(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    late = cluster.fakes["decode-1"]
+    workers = cluster.stack.workers
+    assert (await cluster.request("DELETE", "/admin/workers/decode-1", headers=ADMIN)).status == 409
+    workers.drain(workers.all["decode-1"], True)
+    assert (await cluster.request("DELETE", "/admin/workers/decode-1", headers=ADMIN)).json["state"] == "removed"
+    assert [route.name for route in cluster.stack.dispatcher.routes] == ["prefill-0>decode-0"]
+    for _ in range(3):
+        assert (await cluster.chat()).status == 200
+    assert not late.heard(Decode)
+
+    new = {"name": "decode-1", "role": "decode", "address": late.address}
+    assert (await cluster.post("/admin/workers", new, ADMIN)).status == 200
+    assert (await cluster.post("/admin/workers", new, ADMIN)).status == 409
+    dispatcher = cluster.stack.dispatcher
+    await until(lambda: len(dispatcher.routes) == 2 and all(map(dispatcher.is_proven, dispatcher.routes)))
+    for _ in range(4):
+        assert (await cluster.chat()).status == 200
+    assert late.heard(Decode)

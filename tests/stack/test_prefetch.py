@@ -1,4 +1,4 @@
-"""A prefix that prefill has cached crosses while the rest is computed; two transports and codecs carry the same text."""
+"""A prefix that prefill has cached crosses while the rest is computed, and the text is the same."""
 
 from pathlib import Path
 

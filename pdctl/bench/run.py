@@ -1,0 +1,221 @@
+"""`pdctl bench`: from the command line to a result, a report and an exit code."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdctl.bench import compare, criteria, term
+from pdctl.bench.cells import Key
+from pdctl.bench.loads import VOCAB, Loop, Shape
+from pdctl.bench.report import html
+from pdctl.bench.session import Plan, Session
+from pdctl.bench.target import Mode, check_modes, parse_mode
+from pdctl.exits import Exit, UsageError
+from pdctl.render import note, print_json
+
+DEFAULT_MODES = ("colocated", "pd=demo")
+PROMPTS, CONCURRENCIES = (128, 1024, 4096), (1, 2, 4, 8, 16, 32)
+QUICK_PROMPTS, QUICK_CONCURRENCIES = (64, 256, 768), (1, 4)
+QUICK_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line. Empty tuples and zeros: the defaults, or the quick ones."""
+
+    root: Path
+    modes: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = ()
+    output: int = 0
+    concurrencies: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    burst: float = 1.0
+    trace: Path | None = None
+    shared: float = 0.0
+    turns: int = 1
+    rounds: int = 0
+    requests: int = 0
+    limit_s: float | None = None
+    ttft_s: float = 0.8
+    tpot_s: float = 0.04
+    budgets: tuple[int, ...] = ()
+    is_quick: bool = False
+    is_calibrating: bool = False
+    max_len: int = 0
+    key: str = "none-needed"
+    model: str = ""
+    seed: int = 1
+    vocab: int = VOCAB
+
+
+def plan_of(asked: Asked) -> Plan:
+    modes = [parse_mode(text) for text in asked.modes or DEFAULT_MODES]
+    modes = [m for mode in modes for m in _swept(mode, asked.budgets)]
+    check_modes(modes)
+    quick = asked.is_quick
+    return Plan(
+        modes=tuple(modes),
+        keys=tuple(_keys(asked)),
+        rounds=asked.rounds or (2 if quick else 3),
+        requests=asked.requests or (3 if quick else 16),
+        waves=1 if quick else 2,
+        limit_s=asked.limit_s if asked.limit_s is not None else (QUICK_LIMIT_S if quick else 0.0),
+        ttft_s=asked.ttft_s,
+        tpot_s=asked.tpot_s,
+        is_calibrating=asked.is_calibrating,
+        max_len=asked.max_len,
+        root=asked.root,
+        key=asked.key,
+        model=asked.model,
+        seed=asked.seed,
+        vocab=asked.vocab,
+    )
+
+
+def rates_of(texts: Sequence[str]) -> tuple[float, ...]:
+    """ "2" is one rate, "1..8" doubles from one end to the other: 1, 2, 4, 8."""
+    rates: list[float] = []
+    for text in texts:
+        low, _, high = text.partition("..")
+        try:
+            rate, top = float(low), float(high or low)
+        except ValueError as error:
+            raise UsageError(f"--rate {text} is not like 2 or 1..16") from error
+        if not 0 < rate <= top:
+            raise UsageError(f"--rate {text}: rates are above 0, the lower one first")
+        while rate < top:
+            rates.append(rate)
+            rate *= 2
+        rates.append(top)
+    return tuple(rates)
+
+
+def _swept(mode: Mode, budgets: tuple[int, ...]) -> list[Mode]:
+    """A colocated profile at several token budgets: its frontier, not its default, is what has to be beaten."""
+    if mode.is_url or not mode.name.startswith("colocated") or not budgets:
+        return [mode]
+    sets = [(b, (*mode.sets, f"colocated.token_budget={b}", f"colocated.chunk_tokens={b}")) for b in budgets]
+    return [Mode(f"{mode.name}-{b}", mode.what, more) for b, more in sets]
+
+
+def _keys(asked: Asked) -> list[Key]:
+    output = asked.output or (16 if asked.is_quick else 64)
+    if not 0 <= asked.shared <= 1:
+        raise UsageError("--shared is a share, 0 to 1")
+    prompts = asked.prompts or (QUICK_PROMPTS if asked.is_quick else PROMPTS)
+    shapes = [Shape(prompt, output, asked.shared, asked.turns, asked.vocab) for prompt in prompts]
+    if asked.trace is not None:
+        return [Key(Shape(0, 0), Loop(rate=r, trace=asked.trace)) for r in asked.rates or (0.0,)]
+    if asked.rates and not asked.concurrencies:
+        loops = [Loop(rate=rate, burst=asked.burst) for rate in asked.rates]
+    else:
+        users = asked.concurrencies or (QUICK_CONCURRENCIES if asked.is_quick else CONCURRENCIES)
+        loops = [Loop(concurrency=n) for n in users] + [Loop(rate=r, burst=asked.burst) for r in asked.rates]
+    return [Key(shape, loop) for shape in shapes for loop in loops]
+
+
+def bench(asked: Asked, *, fail_on: tuple[str, ...], output: Path | None, report: Path | None, as_json: bool) -> int:
+    wanted = [criteria.parse(text) for text in fail_on]
+    plan = plan_of(asked)
+    progress = Progress()
+    # As Ctrl-C: whatever stack is up goes down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
+    try:
+        result = Session(plan, progress.show).run()
+    finally:
+        progress.clear()
+    result["verdict"] = compare.verdict(result)
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        note(f"result: {output}")
+    if report is not None:
+        report.write_text(html(result), encoding="utf-8")
+        note(f"report: {report}")
+    if as_json:
+        print_json(result)
+    else:
+        tell(result)
+    return _code(result, wanted)
+
+
+def tell(result: dict[str, Any]) -> None:
+    print(compare.show(result))
+    print()
+    print(term.plots(result))
+    print()
+    for line in result["verdict"]:
+        print(line)
+
+
+def _code(result: dict[str, Any], wanted: list[criteria.Criterion]) -> int:
+    """8 for a criterion, and for a bench in which nothing was served."""
+    missed = [line for criterion in wanted for line in criterion.missed(result)]
+    missed += [
+        f"{c['mode']} {c['prompt']}/{c['output']}: no request came back ({c['first_error']})"
+        for c in result["cells"]
+        if not c["requests"]
+    ]
+    for line in missed:
+        note(f"missed: {line}")
+    return Exit.MISSED if missed else Exit.OK
+
+
+def compare_files(first: Path, second: Path, *, fail_on: tuple[str, ...], as_json: bool) -> int:
+    """`fail_on` looks at the second."""
+    wanted = [criteria.parse(text) for text in fail_on]
+    a, b = read(first), read(second)
+    found = compare.between(a, b)
+    if as_json:
+        quantities = ("ttft_ms", "tpot_ms", "itl_ms", "requests_s", "goodput")
+        cells = [
+            {"mode": p.base["mode"], "prompt": p.base["prompt"], "concurrency": p.base["concurrency"]}
+            | {q: {"before": p.base[q], "after": p.other[q], "change": p.change(q)} for q in quantities}
+            for p in found
+        ]
+        print_json({"version": 1, "cells": cells})
+    else:
+        print(compare.show_between(found))
+    return _code(b, wanted)
+
+
+def read(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict) or value.get("kind") != "bench" or value.get("version") != 1:
+        raise UsageError(f"{file} is not a bench result of version 1")
+    return value
+
+
+class Progress:
+    """One line on stderr, redrawn on a terminal; a line a cell elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_tty = sys.stderr.isatty()
+        self._started = time.monotonic()
+
+    def show(self, done: int, total: int, what: str) -> None:
+        gone = time.monotonic() - self._started
+        left = f", about {gone / done * (total - done) / 60:.0f} min left" if done else ""
+        if not self._is_tty:
+            note(f"[{done}/{total}] {what}{left}")
+            return
+        filled = round(24 * done / max(1, total))
+        print(
+            f"\r\x1b[K{'█' * filled}{'░' * (24 - filled)} {done}/{total} {what}{left}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def clear(self) -> None:
+        if self._is_tty:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

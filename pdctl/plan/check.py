@@ -1,0 +1,133 @@
+"""Predicted against measured: each cell of a bench result is simulated and the errors are shown.
+
+Cells that the stage model was fitted on say little; they are marked and left out of the medians.
+"""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from pdctl.exits import UsageError
+from pdctl.plan.loads import Lengths, closed, poisson
+from pdctl.plan.sim import Cluster, Layout, Sizes
+from pdctl.plan.stages import Stages
+from pdctl.plan.tally import Slo
+from pdctl.render import table
+
+QUANTITIES = ("ttft", "tpot", "goodput")
+MIN_REQUESTS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One cell. Times in ms; each quantity as (predicted, measured)."""
+
+    mode: str
+    prompt: int
+    output: int
+    concurrency: int
+    rate: float
+    is_fitted: bool
+    values: dict[str, tuple[float, float]]
+
+    def error(self, quantity: str) -> float | None:
+        """As a share of what was measured; None where that is 0 and the prediction is not."""
+        predicted, measured = self.values[quantity]
+        if measured:
+            return (predicted - measured) / measured
+        return None if predicted else 0.0
+
+
+def grade(result: dict[str, Any], stages: Stages, sizes: Sizes) -> list[Graded]:
+    layouts = {mode["name"]: _layout(mode) for mode in result.get("modes", [])}
+    slo = Slo(result["slo"]["ttft_ms"] / 1e3, result["slo"]["tpot_ms"] / 1e3)
+    cells = [cell for cell in result.get("cells", []) if layouts.get(cell["mode"]) and cell.get("requests")]
+    if not cells:
+        raise UsageError("the result holds no cell of a stack whose workers are known")
+    return [_cell(cell, layouts[cell["mode"]], stages, sizes, slo) for cell in cells]
+
+
+def _layout(mode: dict[str, Any]) -> Layout | None:
+    """None for a server that is not ours: nobody told us what runs there."""
+    layout = mode.get("layout")
+    return Layout(**layout) if layout else None
+
+
+def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Sizes, slo: Slo) -> Graded:
+    assert layout is not None
+    lengths = Lengths(round(cell["prompt_tokens"]), round(cell["output_tokens"]))
+    concurrency, rate = int(cell.get("concurrency") or 0), float(cell.get("rate") or 0)
+    count = max(MIN_REQUESTS, 8 * concurrency)
+    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency)
+    load = closed(count, lengths) if concurrency else poisson(rate, count, lengths, burst=cell.get("burst") or 1.0)
+    seen = cluster.run(load, concurrency=concurrency)
+    values = {
+        "ttft": (seen.ttft_mean * 1e3, cell["ttft_ms"]["mean"]),
+        "tpot": (seen.tpot_mean * 1e3, cell["tpot_ms"]["mean"]),
+        "goodput": (seen.goodput, cell["goodput"]),
+    }
+    return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, bool(cell.get("fitted")), values)
+
+
+def medians(graded: list[Graded]) -> dict[str, float]:
+    """Median absolute error over the cells that were not fitted (over all, where all were)."""
+    held_out = [g for g in graded if not g.is_fitted] or graded
+    errors = {q: [abs(e) for g in held_out if (e := g.error(q)) is not None] for q in QUANTITIES}
+    return {q: median(seen) if seen else 0.0 for q, seen in errors.items()}
+
+
+def ranking(graded: list[Graded]) -> tuple[int, int]:
+    """(cells in which the modes stand in the measured order of TTFT, cells that have several modes)."""
+    groups: dict[tuple[int, int, int, float], list[Graded]] = {}
+    for g in graded:
+        groups.setdefault((g.prompt, g.output, g.concurrency, g.rate), []).append(g)
+    several = [group for group in groups.values() if len(group) > 1]
+    return sum(_same_order(group) for group in several), len(several)
+
+
+def _same_order(group: list[Graded]) -> bool:
+    predicted = sorted(group, key=lambda g: g.values["ttft"][0])
+    measured = sorted(group, key=lambda g: g.values["ttft"][1])
+    return [g.mode for g in predicted] == [g.mode for g in measured]
+
+
+def to_json(graded: list[Graded], source: str) -> dict[str, Any]:
+    right, total = ranking(graded)
+    return {
+        "version": 1,
+        "stages": source,
+        "cells": [
+            {
+                "mode": g.mode,
+                "prompt": g.prompt,
+                "output": g.output,
+                "concurrency": g.concurrency,
+                "rate": g.rate,
+                "fitted": g.is_fitted,
+                **{
+                    q: {"predicted": g.values[q][0], "measured": g.values[q][1], "error": g.error(q)}
+                    for q in QUANTITIES
+                },
+            }
+            for g in graded
+        ],
+        "median_error": medians(graded),
+        "ranking": {"right": right, "of": total},
+    }
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.0%}"
+
+
+def show(graded: list[Graded]) -> str:
+    rows = []
+    for g in graded:
+        load = f"c={g.concurrency}" if g.concurrency else f"{g.rate:g}/s"
+        cells = [f"{g.values[q][0]:.4g} / {g.values[q][1]:.4g}  {_percent(g.error(q))}" for q in QUANTITIES]
+        rows.append([g.mode, str(g.prompt), load, *cells, "fitted" if g.is_fitted else ""])
+    header = ("MODE", "PROMPT", "LOAD", "TTFT MS", "TPOT MS", "GOODPUT/S", "")
+    right, total = ranking(graded)
+    errors = ", ".join(f"{q} {error:.0%}" for q, error in medians(graded).items())
+    order = f"; modes in the measured order of TTFT in {right} of {total} cells" if total else ""
+    return f"predicted / measured\n{table(rows, header)}\nmedian error: {errors}{order}"

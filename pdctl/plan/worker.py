@@ -1,0 +1,199 @@
+"""A simulated worker: the real scheduler, with time from a stage model.
+
+It looks at its scheduler when a message comes or a step ends, like the real one. While it only decodes it leaps over
+whole runs of steps; a message in the middle of one first rewinds it to the step that is under way at that moment.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdctl.plan.leap import LeapingScheduler
+from pdctl.plan.stages import StepModel
+from pdctl.plan.tally import Gaps
+from server.engine.block_pool import BlockPool
+from server.engine.scheduler import Limits, Step
+from server.sequence import Batch, SamplingParams, SeqId, Sequence, Token
+
+TOKEN = Token(0)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request under way, and where its halves are."""
+
+    id: SeqId
+    arrival: float
+    prompt: list[int]
+    params: SamplingParams
+    first: float = 0.0
+    last: float = 0.0
+    transfer_s: float = 0.0
+    reader: int = 0  # worker that reads the prompt
+    writer: int = 0  # worker that decodes
+
+    def half(self, now: float, needs_grant: bool = False) -> "Half":
+        return Half(self.id, self.prompt, self.params, arrival=now, needs_grant=needs_grant, request=self)
+
+
+@dataclass(slots=True, eq=False)
+class Half(Sequence):
+    """A sequence that knows its request."""
+
+    request: Request = None  # type: ignore[assignment]  # a field after defaults; always given
+
+
+@dataclass(slots=True)
+class Leap:
+    """`num_steps` steps from `start`: the first takes `first_s`, each further one `slope_s` more."""
+
+    start: float
+    num_steps: int
+    first_s: float
+    slope_s: float
+
+    def after(self, k: int) -> float:
+        return self.start + k * self.first_s + self.slope_s * k * (k - 1) / 2
+
+    def num_done(self, now: float) -> int:
+        """Steps that have ended by `now`."""
+        gone, b, a = now - self.start, self.first_s - self.slope_s / 2, self.slope_s / 2
+        k = gone / b if not a else (math.sqrt(b * b + 4 * a * gone) - b) / (2 * a)
+        k = min(self.num_steps, int(k))
+        while k and self.after(k) > now:  # the root is rounded
+            k -= 1
+        while k < self.num_steps and self.after(k + 1) <= now:
+            k += 1
+        return k
+
+
+class SimWorker:
+    """`at(time, handler, argument)` is the event queue; `sampled(worker, step)` hears of what each step brought."""
+
+    def __init__(
+        self,
+        index: int,
+        model: StepModel,
+        limits: Limits,
+        pool: BlockPool,
+        clock: Callable[[], float],
+        at: Callable[[float, Callable[[int], None], int], None],
+        sampled: Callable[["SimWorker", Step], None],
+        gaps: Gaps,
+        slowdown: Callable[["SimWorker", bool], float] | None = None,
+        can_leap: bool = True,
+    ) -> None:
+        self.index = index
+        self.scheduler = LeapingScheduler(limits, pool, clock)
+        self.block_size = pool.block_size
+        self.link_free = 0.0
+        self.busy_s = 0.0
+        self._model = model
+        self._clock = clock
+        self._at = at
+        self._sampled = sampled
+        self._gaps = gaps
+        self._slowdown = slowdown
+        self._can_leap = can_leap and slowdown is None  # what the others do may change during a leap
+        self._batch: Batch | None = None
+        self._leap: Leap | None = None
+        self._version = 0  # of the event that ends the step under way; older ones are void
+        self._is_decoding = False  # the batch under way holds no prompt
+        self.after_step: Callable[[SimWorker], None] = lambda worker: None
+
+    @property
+    def is_computing(self) -> bool:
+        return self._batch is not None or self._leap is not None
+
+    def interrupt(self) -> None:
+        """Before a message is handled: makes the scheduler's state that of now."""
+        leap = self._leap
+        if leap is None:
+            return
+        self._leap = None
+        k = leap.num_done(self._clock())
+        self._land(leap, k)
+        if k < leap.num_steps:
+            self._start(leap.after(k))
+
+    def look(self) -> None:
+        """Starts a step when none is under way and there is something to compute."""
+        if self._batch is not None or self._leap is not None:
+            return
+        num_steps = self.scheduler.num_steady() if self._can_leap else 0
+        if num_steps > 1:
+            self._take_off(num_steps)
+        else:
+            self._start(self._clock())
+
+    def _start(self, now: float) -> None:
+        batch = self.scheduler.schedule()
+        if not batch.slices:
+            return
+        self._batch = batch
+        seconds = self._seconds(batch)
+        self.busy_s += seconds
+        self._version += 1
+        self._at(now + seconds, self._finish, self._version)
+
+    def _seconds(self, batch: Batch) -> float:
+        num_prompt, prompt_context, num_decoding, context = 0, 0.0, 0, 0
+        for piece in batch.slices:
+            n = piece.num_tokens
+            if n == 1:
+                num_decoding += 1
+                context += piece.start
+            else:
+                num_prompt += n
+                prompt_context += n * (piece.start + n / 2)
+        self._is_decoding = not num_prompt
+        seconds = self._model.step_s(num_prompt, prompt_context, num_decoding, context)
+        return seconds if self._slowdown is None else seconds * self._slowdown(self, self._is_decoding)
+
+    def _finish(self, version: int) -> None:
+        if version != self._version or self._batch is None:
+            return
+        batch, self._batch = self._batch, None
+        slices = batch.slices
+        tokens: list[Token | None] = (
+            [TOKEN] * len(slices) if self._is_decoding else [TOKEN if piece.samples else None for piece in slices]
+        )
+        sampled = self._sampled
+        for step in self.scheduler.update(batch, tokens):
+            sampled(self, step)
+        self.after_step(self)
+        self.look()
+
+    def _take_off(self, num_steps: int) -> None:
+        running = self.scheduler.running
+        context = sum(seq.num_computed for seq in running)
+        first = self._model.step_s(0, 0, len(running), context)
+        slope = self._model.context_token_s * len(running)
+        self._leap = leap = Leap(self._clock(), num_steps, first, slope)
+        self._version += 1
+        self._at(leap.after(num_steps), self._end_leap, self._version)
+
+    def _end_leap(self, version: int) -> None:
+        leap = self._leap
+        if version != self._version or leap is None:
+            return
+        self._leap = None
+        self._land(leap, leap.num_steps)
+        self.after_step(self)
+        self.look()
+
+    def _land(self, leap: Leap, k: int) -> None:
+        """The first `k` steps have happened."""
+        if not k:
+            return
+        scheduler, add = self.scheduler, self._gaps.add
+        scheduler.leap(k)
+        first, last = leap.after(1), leap.after(k)
+        self.busy_s += last - leap.start
+        running = scheduler.running
+        for seq in running:
+            request = seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
+            add(first - request.last)
+            request.last = last
+        if k > 1:
+            add((last - first) / (k - 1), (k - 1) * len(running))

@@ -1,0 +1,128 @@
+"""`pdctl scale decode=2`: workers more or fewer of one pool while the stack runs, nothing else restarted.
+
+More    1. the profile with the new count, devices chosen for the new ones; refused here if it cannot be
+        2. each new worker starts as at `up`; one that does not leaves the stack as it was
+        3. the router is told, introduces it to the prefill workers, and proves its routes before it carries work
+Fewer   1. the router drains the last ones, each ends what it has
+        2. the router forgets it, the process ends
+
+A prefill pool is not scaled up: a decode worker's landing ring is shared out among the prefill workers at its start.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdctl.client import Client
+from pdctl.exits import Refused, TimedOut
+from pdctl.launch import Machine
+from server.config import Config, Role
+from server.errors import PdctlError
+
+if TYPE_CHECKING:
+    from pdctl.supervisor import Supervisor
+
+DRAIN_S = 600.0
+
+
+def resized(config: Config, role: Role, count: int, machine: Machine) -> Config:
+    """`config` with so many workers in the pool of `role`. Raises Refused."""
+    pool = config.pool(role)
+    if role == "prefill" or not pool.workers:
+        raise Refused(f"the {role} pool cannot be scaled while the stack runs", code="E_SCALE", help="pdctl down, up")
+    if count < 1:
+        raise Refused(f"{role}={count}: a pool keeps one worker at least", code="E_SCALE", help="pdctl down")
+    share = max(1, len(pool.gpus or pool.cpus) // pool.workers)
+    devices: dict[str, Any] = {}
+    if pool.gpus:
+        devices["gpus"] = _gpus(config, pool.gpus, count * share, machine)
+    elif pool.cpus:
+        devices["cpus"] = _cpus(pool.cpus, count * share)
+    sections = config.model_dump(mode="json")
+    sections[role] |= {"workers": count, **devices}
+    return Config.model_validate(sections)
+
+
+def _gpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) -> list[int]:
+    used = {index for role in ("prefill", "decode", "colocated") for index in config.pool(role).gpus}
+    free = [index for index in range(len(machine.gpus)) if index not in used]
+    if len(have) + len(free) < wanted:
+        raise Refused(f"{wanted - len(have)} GPUs more are needed, {len(free)} are free", code="E_SCALE")
+    return [*have, *free][:wanted]
+
+
+def _cpus(have: Sequence[int], wanted: int) -> list[int]:
+    """Cores are shared when there are too few: slower, and said so in a warning."""
+    return [have[i % len(have)] for i in range(wanted)]
+
+
+class Scaler:
+    """Changes a supervisor's pools; it sees to it that one change is made at a time."""
+
+    def __init__(self, supervisor: "Supervisor", router: Client) -> None:
+        self._supervisor = supervisor
+        self._router = router
+
+    async def scale(self, role: Role, count: int) -> None:
+        """Raises PdctlError, having changed nothing that works."""
+        supervisor = self._supervisor
+        before = supervisor.config
+        after = resized(before, role, count, Machine.here())
+        names = {spec.name for spec in before.workers}, {spec.name for spec in after.workers}
+        for name in sorted(names[1] - names[0], key=_index):
+            await self._add(name, role, after)
+        for name in sorted(names[0] - names[1], key=_index, reverse=True):
+            await self._remove(name)
+        supervisor.use(after)
+
+    async def _add(self, name: str, role: Role, after: Config) -> None:
+        supervisor = self._supervisor
+        before = supervisor.config
+        supervisor.use(after)  # boot files are written from it
+        try:
+            await supervisor.start_worker(name)
+            address = supervisor.address(name)
+            await self._tell("POST", "/admin/workers", {"name": name, "role": role, "address": address})
+        except PdctlError:
+            await supervisor.end_worker(name)
+            supervisor.use(before)
+            raise
+
+    async def _remove(self, name: str) -> None:
+        await self._tell("POST", f"/admin/workers/{name}/drain")
+        async with asyncio.timeout(DRAIN_S):
+            while not await self._is_drained(name):  # noqa: ASYNC110  # it is another process: one can only ask
+                await asyncio.sleep(0.2)
+        await self._tell("DELETE", f"/admin/workers/{name}")
+        await self._supervisor.end_worker(name)
+
+    async def _is_drained(self, name: str) -> bool:
+        workers = (await self._tell("GET", "/admin/state"))["workers"]
+        return all(worker["state"] in ("drained", "lost") for worker in workers if worker["name"] == name)
+
+    async def _tell(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        return await asyncio.to_thread(self._router.call, method, path, body)
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def parse(text: str) -> tuple[str, int]:
+    """'decode=2' -> ("decode", 2). Raises Refused."""
+    role, _, count = text.partition("=")
+    if role not in ("prefill", "decode", "colocated") or not count.isdecimal():
+        raise Refused(f"{text}: expected POOL=COUNT, such as decode=2", code="E_USAGE")
+    return role, int(count)
+
+
+def wait(ask: Any, timeout_s: float) -> str:
+    """Asks the supervisor until it is through; what went wrong, or nothing. Raises TimedOut."""
+    import time
+
+    deadline = time.monotonic() + timeout_s
+    while (stack := ask()["stack"])["scaling"]:
+        if time.monotonic() > deadline:
+            raise TimedOut(f"scaling to {stack['scaling']} takes longer than {timeout_s:g} s", help="pdctl status")
+        time.sleep(0.2)
+    return str(stack["scale_problem"])

@@ -1,0 +1,93 @@
+"""View 2: every worker, and all that is known of the selected one. Enter opens its argv, counters and probes."""
+
+from pdctl.tui import charts, numbers
+from pdctl.tui.frame import Frame, Worker
+from pdctl.tui.history import Point
+from pdctl.tui.lines import Line, box, cell, columns
+from pdctl.tui.model import Model
+from pdctl.tui.views import tables
+from pdctl.tui.views.common import fill
+
+
+def draw(model: Model, width: int, height: int) -> list[Line]:
+    frame = model.frame
+    assert frame is not None
+    rows = len(model.workers())
+    size = height if model.is_maximised else min(rows + 3, max(5, height // 2))
+    table = tables.workers(model, width - 4, size - 2, has_focus=True)
+    word = model.filter_of("workers")
+    out = box(f"Workers ({rows})", table, width, size, f"sort {model.sort_of('workers')} <>  filter {word or '/'}")
+    worker = model.worker()
+    left = height - size
+    if worker is not None and left > 2:
+        out += _detail(model, frame, worker, width, left)
+    return fill(out, width, height)
+
+
+def _detail(model: Model, frame: Frame, worker: Worker, width: int, height: int) -> list[Line]:
+    half = width // 2
+    facts = _facts(worker) if model.opened_worker != worker.name else _counters(worker)
+    title = worker.name + ("  counters" if model.opened_worker == worker.name else "")
+    return columns(
+        [
+            box(title, facts, half, height, "⏎ more" if model.opened_worker != worker.name else "⏎ less"),
+            box(
+                "KV  " + numbers.clock(model.window_s),
+                _chart(model, frame, worker, width - half - 4, height - 2),
+                width - half,
+                height,
+                "[ ]",
+            ),
+        ]
+    )
+
+
+def _facts(worker: Worker) -> list[Line]:
+    load, beat = worker.load, worker.heartbeat
+    age = numbers.ms((beat.get("step_age_s") or 0) * 1000)
+    rows = [
+        ("state", f"{worker.state} {worker.reason}".strip()),
+        ("stage", worker.stage),
+        ("pid", f"{worker.pid}   on {worker.where}   up {numbers.clock(worker.up_s)}   restarts {worker.restarts}"),
+        ("instance", worker.instance),
+        ("address", worker.address),
+        ("sequences", f"open {worker.open}  waiting {load.get('waiting', '-')}  running {load.get('running', '-')}"),
+        ("hand-over", "  ".join(f"{key} {load.get(key, '-')}" for key in ("expected", "receiving", "pushing"))),
+        (
+            "blocks",
+            "  ".join(f"{key[7:]} {load.get(key, '-')}" for key in ("blocks_used", "blocks_granted", "blocks_total")),
+        ),
+        (
+            "step",
+            f"{numbers.pair(worker.step.p50, worker.step.p95)}   now {age} ms old",
+        ),
+        ("transfer", numbers.pair(worker.transfer.p50, worker.transfer.p95)),
+        ("busy", numbers.share(worker.busy) + (f"  {beat.get('busy')}" if beat.get("busy") else "")),
+        ("integrity", str(load.get("integrity") or "ok")),
+        ("log", worker.log),
+    ]
+    if worker.role == "router":
+        rows = [row for row in rows if row[0] in ("state", "stage", "pid", "instance", "step", "log")]
+    return [Line(cell(name, 11), "dim").add(text) for name, text in rows if text]
+
+
+def _counters(worker: Worker) -> list[Line]:
+    counters = {**(worker.load.get("counters") or {})}
+    counters |= {key: worker.load[key] for key in ("preemptions", "prefix_hit_tokens") if key in worker.load}
+    lines = [Line(cell(str(name), 26), "dim").add(numbers.count(float(value))) for name, value in counters.items()]
+    return lines + [Line(cell(str(name), 26), "dim").add(str(value)) for name, value in worker.detail.items()]
+
+
+def _chart(model: Model, frame: Frame, worker: Worker, width: int, height: int) -> list[Line]:
+    if worker.kv is None:
+        return [Line("holds no KV", "dim")]
+    pool = frame.pools.get(worker.role)
+
+    def read(point: Point) -> float | None:
+        return point.kv.get(worker.name)
+
+    values = model.history.last(model.window_s, max(2, (width - 6) * 2), read)
+    limit = pool.kv_high if pool else None
+    lines = charts.area(values, max(1, width - 6), max(1, height), 1.0, limit=limit)
+    labels = {0: "100%", height - 1: "0%"}
+    return [Line(cell(labels.get(row, ""), -5) + " ", "dim").extend(line.spans) for row, line in enumerate(lines)]

@@ -1,0 +1,207 @@
+"""One try of one sequence on one route, as the router sees it.
+
+1. Entering an `Attempt` sends Prefill and Decode at once.
+2. `next` gives tokens in index order, each index once, from whoever is first; None when the sequence is over. If
+   prefill fails on the way, decode is told to do the rest alone, and the client notices only the time it takes.
+3. Leaving it, for whatever reason, aborts on both workers what has not said Done.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
+from server.router.errors import ApiError, timed_out, unavailable
+from server.router.timing import Record
+from server.router.worker import Event, Expired, Inbox, Lost, Worker
+from server.sequence import SamplingParams, SeqId, Token
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`worker` gives the output; on path `pd` it gets its KV from `prefill`."""
+
+    worker: Worker
+    prefill: Worker | None = None
+
+    @property
+    def path(self) -> str:
+        return "colocated" if self.prefill is None else "pd"
+
+    @property
+    def name(self) -> str:
+        return self.worker.name if self.prefill is None else f"{self.prefill.name}>{self.worker.name}"
+
+    @property
+    def instances(self) -> tuple[str, str]:
+        """What a proof is bound to."""
+        return (self.prefill.instance if self.prefill else "", self.worker.instance)
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """In the order in which a prompt meets them."""
+        return (self.worker,) if self.prefill is None else (self.prefill, self.worker)
+
+    @property
+    def is_connected(self) -> bool:
+        return all(worker.is_connected for worker in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A route for one prompt, and what it counts on."""
+
+    route: Route
+    num_to_read: int  # prompt tokens that whoever reads it is believed not to have cached
+    num_resident: int = 0  # path `resident`: the worker is believed to hold as many, all but the last block
+    otherwise: "Plan | None" = None  # when it does not
+    num_uncached: int = 0  # on the best single worker: what the choice between one worker and two was made by
+
+    @property
+    def path(self) -> str:
+        return "resident" if self.num_resident else self.route.path
+
+
+class Attempt:
+    """One try of one sequence by one plan; by the other one, if what it counted on is not so."""
+
+    def __init__(
+        self,
+        seq_id: SeqId,
+        plan: Plan,
+        prompt: list[int],
+        params: SamplingParams,
+        record: Record,
+        *,
+        salt: str = "",
+        deadline_s: float = 0.0,
+    ) -> None:
+        self.id = seq_id
+        self.plan = plan
+        self.record = record
+        self.reason = ""  # "stop" | "length" once over
+        self._prompt = prompt
+        self._params = params
+        self._salt = salt
+        self._deadline_s = deadline_s
+        self._inbox: Inbox = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reader: Worker | None = None  # until the first token
+        self._next = 0
+        self._ahead: dict[int, Token] = {}
+
+    async def __aenter__(self) -> Self:
+        self._send()
+        if self._deadline_s:
+            # A timer puts an event where the tokens come in, so that no wait for a token needs a timeout of its own.
+            left = self.record.arrival + self._deadline_s - time.perf_counter()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, left), self._inbox.put_nowait, Expired())
+        return self
+
+    @property
+    def route(self) -> Route:
+        return self.plan.route
+
+    def _send(self) -> None:
+        plan, route, record = self.plan, self.route, self.record
+        record.path, record.decode, record.prefill = plan.path, route.worker.name, ""
+        record.prompt_tokens, record.uncached_tokens = len(self._prompt), plan.num_uncached
+        record.sent = time.perf_counter()
+        self._reader = route.prefill or route.worker
+        self._reader.begin_reading(plan.num_to_read)
+        if route.prefill is None:
+            route.worker.attach(self.id, self._inbox)
+            message = Prefill(self.id, self._prompt, self._params, self._salt, num_resident=plan.num_resident)
+            route.worker.send(message)
+        else:
+            record.prefill = route.prefill.name
+            route.prefill.attach(self.id, self._inbox)
+            route.worker.attach(self.id, self._inbox)
+            route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
+            route.worker.send(Decode(self.id, self._prompt, self._params, self._salt, route.prefill.name))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for worker in self.route.workers:
+            if self._leave(worker):
+                worker.send(Abort(self.id, "left"))
+
+    async def next(self) -> Token | None:
+        """Raises ApiError when the sequence cannot go on."""
+        while (token := self._ahead.pop(self._next, None)) is None:
+            if self.reason and not self._ahead:
+                return None
+            self._take(await self._inbox.get())
+        self._next += 1
+        self.record.mark_token()
+        return token
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case SeqToken():
+                if event.index >= self._next:
+                    self._ahead.setdefault(event.index, event.token)
+                if event.index == 0:
+                    self._has_read()
+                    self.record.cached_tokens = max(self.record.cached_tokens, event.num_cached)
+            case Lost():
+                lost = next((w for w in self.route.workers if w.name == event.worker and self.id in w.open), None)
+                if lost is self.route.worker:
+                    raise unavailable(f"worker {event.worker} was lost while it held this request", "worker_lost")
+                if lost is not None:
+                    self._go_alone(lost)
+            case NotResident():
+                self._go_otherwise(event)
+            case Expired():
+                raise timed_out(self._deadline_s)
+            case (name, done):
+                self._done(name, done)
+
+    def _done(self, name: str, done: Done) -> None:
+        record = self.record
+        worker = next(worker for worker in self.route.workers if worker.name == name)
+        if done.reason == "error" and worker is self.route.prefill:
+            self._go_alone(worker)
+            return
+        self._leave(worker)
+        # The prefix hit is one fact that either side may know: the prompt was read once.
+        record.cached_tokens = max(record.cached_tokens, done.num_cached)
+        if worker is self.route.worker and self.route.prefill is not None:
+            record.decode_stages = done.stages
+        else:
+            record.prefill_stages = done.stages
+        if done.reason == "error":
+            raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
+        if done.reason in ("stop", "length"):
+            self.reason = record.reason = done.reason
+
+    def _go_alone(self, prefill: Worker) -> None:
+        """Prefill cannot go on. Decode has the same model: it reads the prompt itself, from what has reached it."""
+        self._leave(prefill)
+        self.record.path, self.record.prefill = "colocated", ""
+        self.route.worker.send(Prefill(self.id, self._prompt, self._params, self._salt))
+
+    def _go_otherwise(self, event: NotResident) -> None:
+        """The router's view of that worker's cache was old. Nothing has begun there."""
+        if event.id != self.id or self.plan.otherwise is None:
+            return
+        self._leave(self.route.worker)
+        self.plan = self.plan.otherwise
+        self.id = SeqId(self.id.router, self.id.seq, self.id.attempt + 1)
+        self._send()
+
+    def _has_read(self) -> None:
+        if self._reader is not None:
+            self._reader.end_reading(self.plan.num_to_read)
+            self._reader = None
+
+    def _leave(self, worker: Worker) -> bool:
+        if worker is self._reader:
+            self._has_read()
+        return worker.detach(self.id)

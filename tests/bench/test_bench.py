@@ -1,0 +1,197 @@
+"""The whole command against two servers whose times are known, and what is made of a result."""
+
+import copy
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdctl.bench import compare, criteria, gauges, term
+from pdctl.bench.report import html
+from pdctl.bench.run import rates_of
+from pdctl.bench.stats import change, interval, quantile, spread
+from pdctl.bench.target import parse_mode
+from pdctl.cli.app import main
+from pdctl.exits import UsageError
+from tests.bench.fake_server import in_a_thread
+
+GRID = ["--prompt", "16", "--prompt", "64", "-c", "1", "-c", "3", "--output", "6", "--rounds", "2", "--requests", "3"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Colocated: first token after 150 ms, then 10 ms each. Split: 30 ms, then 10 ms each."""
+    file = tmp_path_factory.mktemp("bench") / "r.json"
+    with in_a_thread(first_s=0.15) as slow, in_a_thread(first_s=0.03) as fast:
+        modes = ["--mode", f"colocated={slow.url}", "--mode", f"split={fast.url}"]
+        assert main(["bench", *modes, *GRID, "-o", str(file), "--report", str(file.with_suffix(".html"))]) == 0
+        assert sorted(map(str, slow.requests)) == sorted(map(str, fast.requests)), "the same load against each"
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_cells(result: dict[str, Any]) -> None:
+    assert [m["name"] for m in result["modes"]] == ["colocated", "split"]
+    assert len(result["cells"]) == 8
+    for cell in result["cells"]:
+        assert cell["errors"] == 0
+        assert cell["requests"] == 2 * max(3, 2 * cell["concurrency"])
+        assert (cell["prompt_tokens"], cell["output_tokens"]) == (cell["prompt"], 6)
+        nominal = 150 if cell["mode"] == "colocated" else 30
+        assert nominal - 2 < cell["ttft_ms"]["p50"] < nominal + 60, "never early; late as the machine is busy"
+        assert 5 < cell["tpot_ms"]["p50"] < 40
+        assert cell["dropped"] == 2 * cell["concurrency"]
+
+
+def test_verdict_in_words(result: dict[str, Any]) -> None:
+    (line,) = [text for text in result["verdict"] if text.startswith("split against colocated")]
+    assert "TTFT better in 4" in line
+    assert "worse in none" in line
+
+
+def test_table_people_know(result: dict[str, Any]) -> None:
+    text = compare.show(result)
+    assert "colocated TTFT" in text
+    assert "CHANGE" in text
+    assert "-7" in text or "-6" in text or "-8" in text, "a fifth of the TTFT, and some noise"
+
+
+def test_report_is_whole_and_fetches_nothing(result: dict[str, Any]) -> None:
+    text = html(result)
+    names: list[str] = []
+    HTMLParser.handle_starttag = lambda self, tag, attrs: names.append(tag)  # type: ignore[method-assign]
+    HTMLParser().feed(text)
+    assert names.count("svg") >= 6
+    assert "script" not in names
+    assert "src=" not in text
+    assert "href=" not in text
+    assert "NaN" not in text
+
+
+def test_terminal_plots(result: dict[str, Any]) -> None:
+    text = term.plots(result)
+    assert "colocated 16 x 1" in text
+    assert max(map(len, text.splitlines())) < 110
+
+
+def test_fail_on(result: dict[str, Any]) -> None:
+    assert criteria.parse("ttft_p50>50ms").missed(result)
+    assert not criteria.parse("split:ttft_p50>50ms").missed(result)
+    assert not criteria.parse("ttft_p99 > 5s").missed(result)
+    assert criteria.parse("attained<101%").missed(result)
+    with pytest.raises(UsageError, match="no quantity"):
+        criteria.parse("ttft_p42>1")
+
+
+def test_compare_two_results(result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slower = copy.deepcopy(result)
+    for cell in slower["cells"]:
+        cell["ttft_ms"] = {name: value * 3 for name, value in cell["ttft_ms"].items()}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, value in zip(files, (result, slower), strict=True):
+        file.write_text(json.dumps(value))
+    assert main(["bench", "--compare", *map(str, files)]) == 0
+    assert "+200%" in capsys.readouterr().out
+    assert main(["bench", "--compare", *map(str, files), "--fail-on", "split:ttft_p50>60ms"]) == 8
+    assert "missed: split:ttft_p50>60ms" in capsys.readouterr().err
+
+
+def test_unlike_token_counts_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_a_thread(first_s=0.0, gap_s=0.0) as one, in_a_thread(first_s=0.0, gap_s=0.0, extra_prompt_tokens=5) as two:
+        modes = ["--mode", f"a={one.url}", "--mode", f"b={two.url}"]
+        code = main(["bench", *modes, "--prompt", "20", "-c", "1", "--output", "3", "--rounds", "1", "--requests", "2"])
+    assert code == 2
+    assert "unlike loads" in capsys.readouterr().err
+
+
+def test_nothing_served_is_a_miss() -> None:
+    with in_a_thread(fails_every=1) as fake:
+        words = f"bench --mode {fake.url} --prompt 8 -c 1 --output 2 --rounds 1 --requests 1"
+        assert main(words.split()) == 8
+
+
+def test_trace_against_both(tmp_path: Path) -> None:
+    trace, out = tmp_path / "t.jsonl", tmp_path / "r.json"
+    rows = [{"timestamp": 100 * n, "input_length": 30 + n, "output_length": 3} for n in range(20)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    with in_a_thread(first_s=0.02) as one, in_a_thread(first_s=0.01) as two:
+        modes = f"--mode colocated={one.url} --mode b={two.url}".split()
+        words = ["--trace", str(trace), "--rate", "40", "--rounds", "1", "--requests", "20", "--max-len", "64"]
+        assert main(["bench", *modes, *words, "-o", str(out), "--report", str(tmp_path / "r.html")]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [(c["trace"], c["requests"], c["rate"]) for c in cells] == [("t.jsonl", 18, 40.0)] * 2
+    assert all(c["requests_s"] == pytest.approx(40, rel=0.4) for c in cells)
+
+
+def advised(share: float, busy: dict[str, float], changes: dict[int, float]) -> list[str]:
+    cells = []
+    for prompt, factor in changes.items():
+        for mode, ttft in (("colocated", 100.0), ("pd", 100.0 * factor)):
+            times = {"mean": ttft, "p50": ttft, "p95": ttft, "p99": ttft, "max": ttft, "low": ttft, "high": ttft}
+            cells.append(
+                {"mode": mode, "prompt": prompt, "output": 9, "concurrency": 4, "rate": 0, "requests": 5}
+                | {"prompt_tokens": prompt, "output_tokens": 9, "ttft_ms": times, "tpot_ms": times, "itl_ms": times}
+                | {
+                    "requests_s": 1.0,
+                    "attained": 1.0,
+                    "transfer": {"share_of_ttft": share},
+                    "utilisation": busy if mode == "pd" else {},
+                }
+            )
+    modes = [{"name": "colocated", "layout": {"prefill": 0}}, {"name": "pd", "layout": {"prefill": 1}}]
+    return compare.advice({"cells": cells, "modes": modes})
+
+
+def test_advice() -> None:
+    even = {"prefill": 0.9, "decode": 0.8}
+    assert any("is 40% of TTFT" in line for line in advised(0.4, even, {128: 1.0}))
+    assert not any("warning" in line for line in advised(0.3, even, {128: 1.0}))
+    assert any("threshold_tokens = 1024" in line for line in advised(0.1, even, {128: 1.5, 1024: 0.8}))
+    assert any("too little prefill" in line for line in advised(0.1, even, {128: 0.9, 1024: 1.4}))
+    uneven = advised(0.1, {"prefill": 0.95, "decode": 0.3}, {128: 1.0})
+    assert any("the prefill pool is the limit" in line for line in uneven)
+
+
+def test_statistics() -> None:
+    assert [quantile(range(1, 101), q) for q in (0.5, 0.99, 1.0)] == [50, 99, 100]
+    assert quantile([], 0.5) == 0
+    low, high = interval([[1.0, 2.0, 3.0] * 30, [1.0, 2.0, 3.0] * 30])
+    assert low < 2 < high
+    assert high - low == pytest.approx(4 * 0.816 / 180**0.5, rel=0.2)
+    middle, low, high = change([[1.0, 1.1] * 20], [[2.0, 2.2] * 20])
+    assert low < middle < high
+    assert middle == pytest.approx(1.0)
+    assert spread([[0.1], []]).mean == pytest.approx(100)
+
+
+def test_ranges_of_rates() -> None:
+    assert rates_of(["0.5", "1..8", "3..7"]) == (0.5, 1, 2, 4, 8, 3, 6, 7)
+    with pytest.raises(UsageError, match="--rate fast"):
+        rates_of(["fast"])
+
+
+def test_modes() -> None:
+    mode = parse_mode("hybrid=demo+hybrid.threshold_tokens=512")
+    assert (mode.name, mode.what, mode.sets, mode.is_url) == ("hybrid", "demo", ("hybrid.threshold_tokens=512",), False)
+    assert parse_mode("./mine.toml").name == "mine"
+    assert parse_mode("http://gpu1:8000").name == "gpu1-8000"
+    assert parse_mode("vllm=http://gpu1:8000/v1").what == "http://gpu1:8000/v1"
+
+
+def test_bad_profile_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--mode", "no-such-profile"]) == 2
+    assert main(["bench", "--mode", "a=http://x", "--mode", "a=http://y"]) == 2
+    assert "two modes are called a" in capsys.readouterr().err
+
+
+def test_gauges() -> None:
+    text = (
+        'pdctl_worker_busy_share{role="decode",worker="decode-0"} 0.5\n'
+        'pdctl_worker_busy_share{role="decode",worker="decode-1"} 1.0\n'
+        'pdctl_worker_waiting{role="decode",worker="decode-0"} 3.0\nother{} 1\n'
+    )
+    point, workers = gauges.parse(text)
+    assert workers == {"decode": 2}
+    assert gauges.Gauges([(0.0, point)], workers).busy() == {"decode": 0.75}

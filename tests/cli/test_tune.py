@@ -1,0 +1,55 @@
+"""`set --save`: a profile keeps everything but what was changed; what came with pdctl is copied, not written to."""
+
+from pathlib import Path
+
+import pytest
+
+from pdctl.exits import UsageError
+from pdctl.profile import find
+from pdctl.rundir import Stack
+from pdctl.tune import narrow, save
+
+PROFILE = """\
+# why this machine is tuned so
+version = 1
+
+[router]
+queue_high = 50 # small: clients retry
+
+[prefill]
+workers = 1
+"""
+
+
+def test_comments_and_order_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(PROFILE)
+    save(Stack("s", "r", profile_file=str(file)), {"router.queue_high": 80, "decode.kv_low": 0.5})
+    expected = PROFILE.replace("queue_high = 50 #", "queue_high = 80 #") + "\n[decode]\nkv_low = 0.5\n"
+    assert file.read_text().split() == expected.split()
+    assert "# small: clients retry" in file.read_text()
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_shipped_profile_is_copied_for_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    shipped = find("demo")
+    before = shipped.read_text()
+    saved = save(Stack("demo", "r", profile_file=str(shipped)), {"router.queue_high": 80})
+    assert saved == tmp_path / "pdctl/profiles/demo.toml"
+    assert "queue_high = 80" in saved.read_text()
+    assert shipped.read_text() == before
+
+
+def test_yaml_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not TOML"):
+        save(Stack("s", "r", profile_file=str(tmp_path / "p.yaml")), {})
+
+
+def test_narrow() -> None:
+    knobs = {"decode.kv_low": 1, "decode.kv_high": 2, "router.queue_high": 3}
+    assert list(narrow(knobs, "decode")) == ["decode.kv_low", "decode.kv_high"]
+    assert list(narrow(knobs, "router.queue_high")) == ["router.queue_high"]
+    with pytest.raises(UsageError) as refused:
+        narrow(knobs, "router.queue_hihg")
+    assert "router.queue_high" in refused.value.help

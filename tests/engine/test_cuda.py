@@ -1,0 +1,138 @@
+"""On a CUDA device: every way a step can run gives the logits of transformers' eager attention there, bfloat16."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+
+from server.engine.attention import BatchMeta, row_order
+from server.engine.model_runner import ModelRunner
+from server.errors import StartError
+from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama-128": LlamaConfig(**(SHAPE | {"head_dim": 128, "attention_bias": True})),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=100),
+    "qwen2": Qwen2Config(**SHAPE, use_sliding_window=False),
+    "qwen3": Qwen3Config(**SHAPE, use_sliding_window=False),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),  # through AttentionInterface
+}
+LENGTHS = [1500, 260, 60, 40, 30]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    runner = ModelRunner(folder, device="cuda", kv_bytes=2**28, max_running=16)
+    stages: list[str] = []
+    runner.load(lambda stage, share: stages.append(stage))
+    assert ("graphs: decode of 1" in stages) == (request.param != "mixtral")
+    assert set(runner.logit_differences) == {"in one forward", "in chunks", "with a decode step"}
+    return runner
+
+
+def sequences(runner: ModelRunner) -> list[Sequence]:
+    """Known to their end: each step's tokens are forced. Blocks in no order."""
+    generator = torch.Generator().manual_seed(7)
+    ids = (torch.randperm(runner.pool.num_blocks - 1, generator=generator) + 1).tolist()
+    made = []
+    for i, length in enumerate(LENGTHS):
+        prompt = torch.randint(0, 1000, (length,), generator=generator).tolist()
+        table = [ids.pop() for _ in range(runner.spec.num_blocks_for(length))]
+        made.append(Sequence(SeqId("t", i, 0), prompt, SamplingParams(1), block_table=table))
+    return made
+
+
+def eager(runner: ModelRunner, seq: Sequence) -> torch.Tensor:
+    model = runner._model
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return model(torch.tensor([seq.prompt], device="cuda"), use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+def steps(seqs: list[Sequence]) -> list[list[Slice]]:
+    """The long prompt alone, launch by launch; the others packed; then mixed steps, then decodes of 5, 4 and 1 rows."""
+    one, two, three, four, five = seqs
+    plan = [
+        [(one, 1300)],
+        [(two, 200), (three, 10), (four, 11)],
+        [(one, 100), (two, 1), (three, 7), (four, 1), (five, 3)],
+    ]
+    plan += [[(one, 1), (two, 1), (three, 1), (four, 1), (five, 1)]] * 8  # over the ends of blocks
+    plan += [[(one, 1), (two, 1), (three, 1), (five, 1)], [(five, 1)], [(two, 1)], [(one, 33), (three, 5)]]
+    result = []
+    for step in plan:
+        result.append([Slice(seq, seq.num_computed, count) for seq, count in step])
+        for seq, count in step:
+            seq.num_computed += count
+    return result
+
+
+@torch.inference_mode()
+def test_logits_of_every_kind_of_step(runner: ModelRunner) -> None:
+    seqs = sequences(runner)
+    reference = {seq.id: eager(runner, seq) for seq in seqs}
+    for step in steps(seqs):
+        ordered = [step[i] for i in row_order(step)]
+        meta = BatchMeta.build(ordered, runner.spec.block_size)
+        logits = runner._forward.logits(meta, list(range(len(meta.token_ids))))
+        assert logits is not None
+        expected = torch.cat([reference[s.seq.id][s.start : s.start + s.num_tokens] for s in ordered])
+        scale = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+        # The median over tokens: rounding sends a few tokens of a mixture of experts to another expert.
+        difference = float(((logits.float() - expected).norm(dim=-1) / scale).median())
+        print([s.num_tokens for s in ordered], f"{difference:.4f}")
+        assert difference < 0.08
+    assert not bool(runner.pool.data.isnan().any())
+
+
+@torch.inference_mode()
+def test_only_the_last_logits_of_some_rows(runner: ModelRunner) -> None:
+    seqs = sequences(runner)
+    whole = runner._forward.logits(BatchMeta.build([Slice(seqs[1], 0, 100)], 16), list(range(100)))
+    assert whole is not None
+    whole = whole.clone()
+    some = runner._forward.logits(BatchMeta.build([Slice(seqs[1], 0, 100)], 16), [3, 99])
+    torch.testing.assert_close(some, whole[[3, 99]], rtol=0.05, atol=0.05)
+    assert runner._forward.logits(BatchMeta.build([Slice(seqs[1], 0, 100)], 16), []) is None
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
+    """Greedy decode of one sequence in batches of 1 and of 5 that share graphs and padding."""
+    seqs = sequences(runner)
+    for seq in seqs:
+        runner.execute(Batch([Slice(seq, 0, len(seq.prompt) - 1)]))
+    together = runner.execute(Batch([Slice(seq, len(seq.prompt) - 1, 1) for seq in seqs]))
+    assert all(token is not None and 0 <= token.id < 1000 for token in together)
+
+
+def test_float32_is_refused(runner: ModelRunner) -> None:
+    with pytest.raises(StartError, match="float32"):
+        ModelRunner(runner.folder, device="cuda", dtype="float32")

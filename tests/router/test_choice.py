@@ -1,0 +1,159 @@
+"""Where a prompt goes: cached prefixes, backlog, the threshold and how it is measured, handles and whose they are."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine.block_pool import prefix_digests
+from server.messages import NAME_BYTES, Blocks, Decode, Load, Prefill
+from server.router.crossover import EXPLORE, Crossover
+from tests.router.conftest import Cluster, Start, until
+
+TIMED = {"x-pdctl-timing": "1"}
+PROMPT = list(range(100, 200))  # 100 tokens: six whole blocks of 16
+
+
+def names(prompt: list[int], salt: str = "") -> bytes:
+    return b"".join(digest[:NAME_BYTES] for digest in prefix_digests(prompt, salt, 16))
+
+
+async def publish(cluster: Cluster, worker: str, stored: bytes, removed: bytes = b"") -> None:
+    """`worker` tells the router what it has cached."""
+    for channel in cluster.fakes[worker]._channels:
+        channel.send(Blocks(stored, removed))
+    cached = cluster.stack.workers.all[worker].cached
+    await until(lambda: stored[:NAME_BYTES] in cached or removed[:NAME_BYTES] not in cached)
+
+
+async def ask(cluster: Cluster, prompt: list[int], **headers: str) -> dict[str, Any]:
+    answer = await cluster.complete(headers={**TIMED, **headers}, prompt=prompt)
+    assert answer.status == 200, answer.body
+    record: dict[str, Any] = answer.json["pdctl"]
+    return record
+
+
+async def test_resident(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    assert (await ask(cluster, PROMPT))["path"] == "pd"
+    await publish(cluster, "decode-1", names(PROMPT))
+    record = await ask(cluster, PROMPT)
+    assert (record["path"], record["prefill"], record["decode"]) == ("resident", None, "decode-1")
+    assert cluster.fakes["decode-1"].heard(Prefill)[0].num_resident == 96
+    await publish(cluster, "decode-1", b"", names(PROMPT)[:NAME_BYTES])  # the first block is gone: nothing can be hit
+    assert (await ask(cluster, PROMPT))["path"] == "pd"
+
+
+async def test_a_stale_view_takes_the_other_path(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.decode.is_stale = True
+    await publish(cluster, "decode-0", names(PROMPT))
+    record = await ask(cluster, PROMPT)
+    assert (record["path"], record["prefill"]) == ("pd", "prefill-0")
+    (sent,) = cluster.decode.heard(Decode)
+    assert sent.id.attempt == 1
+    assert not cluster.stack.workers.all["decode-0"].open
+    assert cluster.stack.workers.all["decode-0"].prompt_tokens == 0
+
+
+async def test_hits_decide_what_is_short(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2, hybrid={"threshold_tokens": 64})
+    assert (await ask(cluster, PROMPT))["path"] == "pd"
+    await publish(cluster, "decode-1", names(PROMPT[:48]))  # 52 are left
+    record = await ask(cluster, PROMPT)
+    assert (record["path"], record["decode"]) == ("colocated", "decode-1")
+
+
+async def test_prefill_by_cached_prefix(start: Start) -> None:
+    cluster = await start(prefill=3, decode=1)
+    await publish(cluster, "prefill-2", names(PROMPT[:64]))
+    for _ in range(4):
+        assert (await ask(cluster, PROMPT))["prefill"] == "prefill-2"
+
+
+async def test_another_key_hits_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    cluster = await start(prefill=1, decode=1, router={"api_key_file": str(tmp_path / "keys")})
+    await ask(cluster, PROMPT, Authorization="Bearer one")
+    salt = cluster.prefill.heard(Prefill)[0].salt
+    assert salt
+    await publish(cluster, "decode-0", names(PROMPT, salt))
+    assert (await ask(cluster, PROMPT, Authorization="Bearer two"))["path"] == "pd"
+    assert (await ask(cluster, PROMPT, Authorization="Bearer one"))["path"] == "resident"
+
+
+async def test_handle(start: Start) -> None:
+    cluster = await start(prefill=1, decode=3)
+    answer = await cluster.complete(prompt=PROMPT)
+    handle = answer.headers["x-pdctl-kv"]
+    for _ in range(4):
+        assert (await ask(cluster, PROMPT, **{"x-pdctl-kv": handle}))["decode"] == handle.partition(".")[0]
+    streamed = await cluster.complete(prompt=PROMPT, stream=True)
+    assert streamed.headers["x-pdctl-kv"].startswith("decode-")
+    for stale in ("decode-0.000000000000", "decode-7.1", "decode-1", "\\", ".", "x" * 999):
+        assert (await ask(cluster, PROMPT, **{"x-pdctl-kv": stale}))["path"] == "pd"
+
+
+async def test_a_full_decode_worker_comes_last(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    await publish(cluster, "decode-0", names(PROMPT))
+    for channel in cluster.fakes["decode-0"]._channels:
+        channel.send(Load(0, 0, 0, 0, 0, 100, 95, 0, over_high=True))
+    state = cluster.stack.workers.all["decode-0"]
+    await until(lambda: state.load is not None and state.load.over_high)
+    record = await ask(cluster, PROMPT)
+    assert (record["path"], record["decode"]) == ("pd", "decode-1")
+
+
+@pytest.mark.parametrize(("threshold", "path"), [(32, "colocated"), (0, "pd")])
+async def test_backlog_spills_to_decode(start: Start, threshold: int, path: str) -> None:
+    cluster = await start(prefill=1, decode=1, hybrid={"threshold_tokens": threshold})
+    cluster.stack.dispatcher.use_knobs({"prefill.queue_high": 2})
+    cluster.prefill.stepwise = True
+    cluster.decode.token0_to_router = False
+    asking = [asyncio.create_task(cluster.complete(prompt=PROMPT)) for _ in range(2)]
+    await cluster.prefill.saw(Prefill, 2)
+    last = asyncio.create_task(ask(cluster, [*PROMPT, 5]))
+    if path == "colocated":
+        assert (await last)["path"] == path
+    else:
+        await cluster.prefill.saw(Prefill, 3)
+    cluster.prefill.step(100)
+    await asyncio.gather(*asking, last)
+    assert (await last)["path"] == path
+
+
+def feed(crossover: Crossover, local: dict[int, float], pd: dict[int, float], count: int) -> list[int]:
+    """Requests of every length in turn, each as slow as its path says; every threshold on the way."""
+    seen = [crossover.tokens]
+    for _ in range(count):
+        for tokens in local:
+            is_local = crossover.is_local(tokens)
+            seconds = (local if is_local else pd)[tokens]
+            if crossover.observe(is_local=is_local, num_uncached=tokens, seconds=seconds):
+                seen.append(crossover.tokens)
+    return seen
+
+
+def test_crossover_finds_the_length() -> None:
+    lengths = [20, 40, 80, 150, 300, 600, 1200, 2400]
+    pd = {n: 0.3 + n / 1000 for n in lengths}
+    slow = {n: n / 200 for n in lengths}  # alone it is slower from 75 tokens on, clearly so from 150
+    assert feed(Crossover(4096), slow, pd, 40 * EXPLORE)[-1] == 128
+    fast = {n: n / 900 for n in lengths}  # alike at 2400, clearly faster below
+    assert feed(Crossover(4096), fast, pd, 40 * EXPLORE)[-1] == 2048
+
+
+def test_crossover_stays_where_paths_are_alike() -> None:
+    lengths = [20, 40, 80, 150, 300, 600]
+    alike = {n: n / 500 for n in lengths}
+    assert feed(Crossover(4096), alike, {n: t * 1.05 for n, t in alike.items()}, 20 * EXPLORE) == [256]
+
+
+async def test_a_holder_beside_a_colocated_pool(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1, colocated=1, hybrid={"threshold_tokens": 500})
+    assert (await ask(cluster, PROMPT))["decode"] == "colocated-0"
+    await publish(cluster, "decode-0", names(PROMPT))
+    record = await ask(cluster, PROMPT)
+    assert (record["path"], record["decode"]) == ("resident", "decode-0")

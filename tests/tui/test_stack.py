@@ -1,0 +1,203 @@
+"""The console on a real stack: what its keys change there, and whether its figures are the router's."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdctl.rundir import StackDir
+from pdctl.tui.frame import Worker
+from pdctl.tui.source import StackSource
+from tests.stack.harness import PD, Running, complete, eventually, running
+from tests.tui.pilot import console
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("stack"), PD, model=tiny_model_dir) as stack:
+        yield stack
+
+
+def source_of(stack: Running, **more: Any) -> StackSource:
+    return StackSource(StackDir(stack.folder), **more)
+
+
+async def test_a_knob_is_really_changed_and_the_log_says_by_whom(stack: Running) -> None:
+    async with console(source_of(stack)) as driver:
+        # 1. stage and apply with a reason
+        await driver.press("t")
+        knobs = [knob.name for knob in driver.model.knobs()]
+        for _ in range(knobs.index("transfer.chunk_tokens")):
+            await driver.press("down")
+        await driver.press("enter")
+        await driver.dialog()
+        await driver.type("32")
+        await driver.press("enter")
+        await driver.closed()
+        await driver.press("A")
+        await driver.dialog()
+        await driver.type("smaller pushes")
+        await driver.press("enter")
+        await driver.settled()
+        # 2. the router has it, confirmed by the workers, and knows who, when, what and why
+        assert stack.admin("/admin/knobs")["knobs"]["transfer.chunk_tokens"]["now"] == 32
+        entry = stack.admin("/admin/audit")["entries"][-1]
+        assert entry["before"] == {"transfer.chunk_tokens": 64}
+        assert entry["after"] == {"transfer.chunk_tokens": 32}
+        assert entry["reason"] == "smaller pushes"
+        assert "@" in entry["by"]
+        assert entry["pending"] == []
+        assert time.time() - entry["at"] < 60
+        # 3. the screen shows it, and takes it back
+        await driver.until(lambda: driver.model.frame.rev == entry["rev"])
+        assert "64→32" in driver.text
+        await driver.press("u")
+        await driver.until(lambda: driver.model.frame.knob("transfer.chunk_tokens").now == 64)
+        # 4. the workers use it: a prompt crosses in chunks of this size
+        await driver.press("escape")
+    assert complete(stack.url, list(range(5, 133)), max_tokens=2)["pdctl"]["chunks"] == 2
+
+
+def came_back(worker: Worker, pid: int) -> bool:
+    return worker.state == "ready" and worker.pid not in (0, pid)
+
+
+async def test_drain_resume_restart_and_kill(stack: Running) -> None:
+    async with console(source_of(stack)) as driver:
+        await driver.press("2", "down")
+        name = driver.model.worker().name
+
+        async def confirm(key: str) -> None:
+            await driver.press(key)
+            await driver.dialog()
+            await driver.type(name)
+            await driver.press("enter")
+            await driver.settled()
+
+        def is_draining() -> bool:
+            workers = stack.admin("/admin/state")["workers"]
+            return bool(next(worker for worker in workers if worker["name"] == name)["is_draining"])
+
+        await confirm("x")
+        assert is_draining()
+        await driver.until(lambda: driver.model.frame.worker(name).state in ("draining", "drained"))
+        await confirm("x")
+        assert not is_draining()
+        await driver.until(lambda: driver.model.frame.worker(name).state == "ready")
+        for key in ("R", "K"):
+            pid = driver.model.frame.worker(name).pid
+            await confirm(key)
+            await driver.until(lambda: came_back(driver.model.frame.worker(name), pid), within_s=60)  # noqa: B023
+    assert stack.cli("wait", stack.name, "--timeout", "60s").returncode == 0
+
+
+async def test_read_only_leaves_the_stack_alone(stack: Running) -> None:
+    before = stack.admin("/admin/knobs")["rev"]
+    async with console(source_of(stack, is_read_only=True)) as driver:
+        await driver.press("t", "enter", "A", "u")
+        assert "read-only" in driver.text
+    assert stack.admin("/admin/knobs")["rev"] == before
+
+
+async def test_history_is_there_for_a_new_console(stack: Running) -> None:
+    source = source_of(stack)
+    eventually(lambda: len(source.earlier()) >= 2, 10, "two samples")
+    async with console(source) as driver:
+        assert len(driver.model.history.points) >= 3
+        assert driver.model.frame.logs
+
+
+def test_top_prints_once(stack: Running) -> None:
+    complete(stack.url, list(range(5, 60)), max_tokens=8)
+    done = stack.cli("top", stack.name, "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert value["version"] == 1
+    assert value["pools"]["decode"]["kv_high"] == 0.92
+    assert value["stats"]["ttft_ms"]["n"] >= 1
+    shown = stack.cli("top", stack.name, "--once").stdout
+    assert "KV TRANSFER" in shown
+    assert "decode-0" in shown
+
+
+class Terminal:
+    """A console in tmux: a real terminal of 120x36."""
+
+    def __init__(self, stack: Running, folder: Path, *arguments: str) -> None:
+        self.socket = str(folder / "tmux")
+        command = [sys.executable, "-P", "-m", "pdctl", "tui", stack.name, *arguments]
+        env = [f"-e{key}={stack.env[key]}" for key in ("PDCTL_STATE_DIR", "PYTHONPATH")]
+        size = ["-x", "120", "-y", "36"]
+        self._tmux("-f", "/dev/null", "new-session", "-d", *size, *env, " ".join(command) + "; echo left $?; sleep 60")
+
+    def _tmux(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["tmux", "-S", self.socket, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+            env=dict(os.environ),
+        )
+        return done.stdout
+
+    def screen(self) -> str:
+        return self._tmux("capture-pane", "-p")
+
+    def press(self, *keys: str) -> None:
+        self._tmux("send-keys", *keys)
+
+    def close(self) -> None:
+        self._tmux("kill-server")
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_figures_on_a_real_terminal_are_the_routers(stack: Running, tmp_path: Path) -> None:
+    url, ends = stack.url, threading.Event()
+
+    def load(seed: int) -> None:
+        while not ends.is_set():
+            complete(url, [(seed * 37 + i) % 500 for i in range(200)], max_tokens=200)
+
+    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(3)]
+    terminal = Terminal(stack, tmp_path)
+    try:
+        for thread in threads:
+            thread.start()
+        eventually(lambda: re.search(r"run 3\b", terminal.screen()), 30, "three running on the screen")
+        metrics = httpx.get(f"{url}/metrics").text
+        assert "pdctl_requests_running 3.0" in metrics or "pdctl_requests_running 2.0" in metrics
+        screen = terminal.screen()
+        assert "0/50" in screen  # the router's queue and its high mark
+        assert "lo 80% ┊  hi 92% ┃" in screen
+        assert re.search(r"lat +[0-9.]+ / [0-9.]+ ms", screen)
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+    try:
+        # At rest every counter stands still: what is on the screen is what /metrics says.
+        eventually(lambda: re.search(r"run 0\b", terminal.screen()), 15, "nothing runs")
+        terminal.press("2", "Down", "Down", "Enter")
+        eventually(lambda: "received_bytes" in terminal.screen(), 10, "the counters of decode-0")
+        state = stack.admin("/admin/state", url=url)
+        counters = next(worker for worker in state["workers"] if worker["name"] == "decode-0")["load"]["counters"]
+        shown = re.search(r"received +([0-9.]+)", terminal.screen())
+        assert shown is not None
+        assert float(shown[1]) == counters["received"]
+        # Leaving leaves the servers.
+        terminal.press("q")
+        eventually(lambda: "left 0" in terminal.screen(), 10, "the console left")
+        assert stack.status()["state"] == "ready"
+    finally:
+        terminal.close()
