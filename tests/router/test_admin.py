@@ -121,7 +121,7 @@ async def test_every_metric_says_what_it_is_and_the_dashboard_asks_for_no_other(
     named = dict(line.split(" ", 3)[2:] for line in text.splitlines() if line.startswith("# HELP "))
     assert all(len(help) > 5 for help in named.values())
     assert 'pdctl_pool_blocks_free{pool="decode"} 90.0' in text
-    for stage in ("ttft", "second_token", "queue", "prefill", "grant_wait", "transfer", "decode_queue"):
+    for stage in ("ttft", "second_token", "queue", "prefill", "grant_wait", "kv_transfer", "decode_queue"):
         assert f"pdctl_{stage}_seconds" in named
     board = (Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text()
     asked = set(re.findall(r"pdctl_[a-z_]+", board))
