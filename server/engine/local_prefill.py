@@ -7,7 +7,7 @@ objective says nothing any more.
 
 from server.sequence import Batch
 
-MIN_TOKENS = 16
+MIN_TOKENS = 32
 MAX_TOKENS = 2048
 USED = 0.9  # of the objective: steps vary
 STRETCH = 0.5
