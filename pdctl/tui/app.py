@@ -21,16 +21,15 @@ from textual.binding import BindingType
 from textual.message import Message
 from textual.screen import Screen
 
-from pdctl.samples import Writer
-from pdctl.snapshot import LogLine, Snapshot, save_json
+from pdctl.snapshot import LogLine, Snapshot
 from pdctl.tui import dialogs, keys, moves, numbers, themes
 from pdctl.tui.canvas import Canvas
 from pdctl.tui.changes import Changes
-from pdctl.tui.frame import Frame, frame
-from pdctl.tui.history import History
+from pdctl.tui.deck import Deck
+from pdctl.tui.frame import Frame
 from pdctl.tui.model import Model
+from pdctl.tui.reading import frame
 from pdctl.tui.source import ReplaySource, Source
-from pdctl.tui.tape import Tape
 from pdctl.tui.views import screen
 from server.errors import PdctlError
 
@@ -84,18 +83,16 @@ class Console(App[None], inherit_bindings=False):
         self.source = source
         self.model = Model(name=source.name, refresh_s=refresh_s, is_read_only=source.is_read_only)
         self.model.is_replay = isinstance(source, ReplaySource)
-        self.tape = Tape(source.samples if isinstance(source, ReplaySource) else None)
         self.theme_name = theme
         self.command_keymap = dict(keymap or {})
         self._clock = clock
-        self._folder = folder or Path.cwd()
         self._is_mono = bool(os.environ.get("NO_COLOR"))
         self._wake, self._ends = threading.Event(), threading.Event()
         # A daemon: a router that hangs must not keep a console that was left.
         self.poller = threading.Thread(target=self._poll, name="poll", daemon=True)
         self._alert_lines: deque[LogLine] = deque(maxlen=MAX_ALERTS)
         self._message_until = 0.0
-        self._writer: Writer | None = None
+        self.deck = Deck(self, folder or Path.cwd())
         self._changes = Changes(self)
         self.canvas = Canvas(self._draw, themes.styles(theme, is_mono=self._is_mono), is_ascii=is_ascii)
 
@@ -113,8 +110,7 @@ class Console(App[None], inherit_bindings=False):
     def on_unmount(self) -> None:
         self._ends.set()
         self._wake.set()
-        if self._writer is not None:
-            self._writer.close()
+        self.deck.close()
 
     # frames
 
@@ -146,15 +142,13 @@ class Console(App[None], inherit_bindings=False):
         model, new = self.model, message.frame
         model.now, model.lost_at, model.lost_why = self._clock(), 0.0, ""
         model.history.add(new)
-        self.tape.add(message.snapshot)
-        if self._writer is not None:
-            self._writer.add(message.snapshot)
+        self.deck.add(message.snapshot)
         fresh = model.watch.update(new)
         self._alert_lines.extend(LogLine("alert", new.at, "warn", f"▲ {alert.text}") for alert in fresh)
         if fresh:
             self.say(f"▲ {fresh[0].text}   (a: alerts)", "warn")
         if not model.paused:
-            self._show(new)
+            self.show(new)
         elif self._clock() > self._message_until:
             model.message = ""
         self.redraw()
@@ -168,7 +162,7 @@ class Console(App[None], inherit_bindings=False):
             self._message_until = 0.0
         self.redraw()
 
-    def _show(self, new: Frame) -> None:
+    def show(self, new: Frame) -> None:
         model = self.model
         model.frame = new
         model.is_read_only = self.source.is_read_only or new.is_read_only
@@ -205,7 +199,7 @@ class Console(App[None], inherit_bindings=False):
 
     def action_move(self, rows: int) -> None:
         if self.model.paused and abs(rows) > 1000:
-            self._scrub_to(self.tape.count - 1 if rows < 0 else 0)
+            self.deck.scrub_to(self.deck.tape.count - 1 if rows < 0 else 0)
             return
         moves.move(self.model, rows)
         self.redraw()
@@ -343,58 +337,14 @@ class Console(App[None], inherit_bindings=False):
     # time
 
     def action_pause(self) -> None:
-        model = self.model
-        model.paused = not model.paused
-        if model.paused:
-            self.tape.hold(self.source.position if isinstance(self.source, ReplaySource) else None)
-            model.scrub, model.scrub_count = self.tape.back, self.tape.count - 1
-        else:
-            if isinstance(self.source, ReplaySource):
-                self.source.seek(self.tape.position)
-            model.history.end = None
-            self.tape.release()
-            self._wake.set()
-        self.redraw()
+        self.deck.pause()
 
     def action_scrub(self, frames: int) -> None:
         if self.model.paused:
-            self._scrub_to(self.model.scrub + frames)
-
-    def _scrub_to(self, back: int) -> None:
-        snapshot = self.tape.seek(back)
-        model = self.model
-        model.scrub = self.tape.back
-        if snapshot is None:
-            return
-        new = frame(snapshot)
-        if model.is_replay:
-            model.history = History()
-            for earlier in self.tape.before(model.window_s):
-                model.history.add(frame(earlier))
-        model.history.end = new.at
-        model.watch.update(new)
-        self._show(new)
-        self.redraw()
+            self.deck.scrub_to(self.model.scrub + frames)
 
     def action_snapshot(self) -> None:
-        snapshot = self.tape.current
-        stem = self._folder / f"pdctl-{self.model.name.replace('/', '_')}-{time.strftime('%Y%m%d-%H%M%S')}"
-        try:
-            stem.with_suffix(".svg").write_text(self.export_screenshot(title="pdctl"), encoding="utf-8")
-            if snapshot is not None:
-                save_json(snapshot, stem.with_suffix(".json"))
-            self.say(f"saved {stem.name}.svg and .json")
-        except OSError as error:
-            self.say(f"not saved: {error}", "bad")
+        self.deck.save(self.export_screenshot(title="pdctl"))
 
     def action_record(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            self.say(f"recorded into {self.model.recording}: pdctl tui --replay {self.model.recording}")
-            self.model.recording = ""
-        else:
-            file = self._folder / f"pdctl-{self.model.name}-{time.strftime('%Y%m%d-%H%M%S')}.db"
-            self._writer, self.model.recording = Writer(file, kept_s=86400), file.name
-            self.say(f"recording into {file.name}; ctrl+r ends it")
-        self.redraw()
+        self.deck.record()

@@ -50,6 +50,8 @@ def pair(p50: float | None, p95: float | None) -> str:
     """ "212 / 640 ms", "2.9 / 7.1 s"."""
     if p50 is None or p95 is None:
         return "- / -"
+    if p95 >= 1000 and p50 < 100:
+        return f"{ms(p50)} ms / {p95 / 1000:.1f} s"
     if p95 >= 1000:
         return f"{p50 / 1000:.1f} / {p95 / 1000:.1f} s"
     return f"{ms(p50)} / {ms(p95)} ms"

@@ -12,8 +12,9 @@ from pdctl.exits import Exit
 from pdctl.render import print_json
 from pdctl.rundir import find
 from pdctl.snapshot import LogTail, Reader
-from pdctl.tui.frame import Frame, frame
+from pdctl.tui.frame import Frame
 from pdctl.tui.model import Model
+from pdctl.tui.reading import frame
 from pdctl.tui.views import overview
 
 GAP_S = 1.0

@@ -280,7 +280,7 @@ async def changes_colours(driver: Driver, source: FakeSource) -> None:
 
 @story("snapshot", "record")
 async def keeps(driver: Driver, source: FakeSource) -> None:
-    folder = driver.app._folder
+    folder = driver.app.deck.folder
     await driver.press("s")
     svg, frame = next(folder.glob("*.svg")), next(folder.glob("*.json"))
     assert "llama8b-2p2d" in svg.read_text()

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from pdctl.tui import charts, knob_input, numbers
-from pdctl.tui.frame import Knob, frame
+from pdctl.tui.frame import Knob
 from pdctl.tui.lines import Line, box, window
+from pdctl.tui.reading import frame
 from pdctl.tui.themes import NAMES, styles, to_ascii
 from tests.tui.fake import snapshot
 
@@ -70,6 +71,7 @@ def test_the_area_chart_has_its_limit_and_its_marks() -> None:
         (numbers.size(12_670_153_523), "11.8 GiB"),
         (numbers.pair(212, 640), "212 / 640 ms"),
         (numbers.pair(2900, 7100), "2.9 / 7.1 s"),
+        (numbers.pair(12, 1100), "12 ms / 1.1 s"),
         (numbers.pair(None, None), "- / -"),
         (numbers.clock(134), "02:14"),
         (numbers.clock(8040), "2h14"),

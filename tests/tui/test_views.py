@@ -11,8 +11,8 @@ import pytest
 from pdctl.snapshot import LogLine, Snapshot
 from pdctl.tui import moves
 from pdctl.tui.alerts import Watch
-from pdctl.tui.frame import frame
 from pdctl.tui.model import VIEWS, Model
+from pdctl.tui.reading import frame
 from pdctl.tui.views import requests, screen
 from tests.tui.fake import START, FakeSource, knobs, process, snapshot, stats
 
