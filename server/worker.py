@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -27,6 +26,7 @@ from server.boot import Boot, Status
 from server.config import Role
 from server.engine.build import build_engine, limits_for, model_facts
 from server.engine.engine import Engine, StepResult
+from server.engine.loop import EngineThread
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.knobs import turned
@@ -75,9 +75,7 @@ class Worker(Generic[E]):
         self.counters: dict[str, float] = {"unexpected": 0, "failed": 0}
         self.engine: Engine
         self.loop: asyncio.AbstractEventLoop
-        self._work = threading.Event()
-        self._stopping = threading.Event()
-        self._busy_s = 0.0
+        self.thread: EngineThread
         self._share = 0.0
         self._utilisation = -1.0
         self.config = boot.config  # with the knobs as they are now
@@ -99,8 +97,8 @@ class Worker(Generic[E]):
             return
         self.facts = model_facts(self.boot, self.engine.runner)
         self.start_transfer()
-        engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
-        engine_thread.start()
+        self.thread = EngineThread(self.engine, self._stepped)
+        self.thread.start()
         server = await serve(sock, self._serve)
         for task in (self._beat(), self._tick_forever()):
             self.spawn(task)
@@ -108,7 +106,7 @@ class Worker(Generic[E]):
         self.status.ready({"address": address, "instance": self.me.instance, **self.facts})
         await stop.wait()
         server.close()
-        self._stop_engine(engine_thread)
+        self.thread.stop()
         await self._close_channels()
         self.stop_transfer()
         _unlink(sock, address)
@@ -286,30 +284,11 @@ class Worker(Generic[E]):
 
     def wake(self) -> None:
         """There may be something to compute."""
-        self._work.set()
+        self.thread.wake()
 
-    def _run_engine(self) -> None:
-        while not self._stopping.is_set():
-            self._work.clear()  # before the look, so that what arrives after it is not slept over
-            try:
-                result = self.engine.step()
-            except Exception:
-                # The engine fails the sequences of a batch by itself; this is the scheduler, and a bug. Going on in a
-                # tight loop would hide it and burn the core.
-                logger.exception("engine step")
-                self._stopping.wait(1.0)
-                continue
-            if result is None:
-                self._work.wait(0.5)
-                continue
-            self._busy_s += result.seconds
-            self.stepped(result)
-            self.soon(self._deliver, result)
-
-    def _stop_engine(self, thread: threading.Thread) -> None:
-        self._stopping.set()
-        self._work.set()
-        thread.join(timeout=10.0)
+    def _stepped(self, result: StepResult) -> None:
+        self.stepped(result)
+        self.soon(self._deliver, result)
 
     def stepped(self, result: StepResult) -> None:
         """On the engine thread, right after a step: what must not wait for the control loop."""
@@ -377,12 +356,11 @@ class Worker(Generic[E]):
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _tick_forever(self) -> None:
-        busy_before, then = self._busy_s, self.clock()
+        busy_before, then = self.thread.busy_s, self.clock()
         device = Utilisation(bool(self.boot.config.pool(self.role).gpus))
         while True:
             await asyncio.sleep(LOAD_S)
-            # The step under way too: one that lasts longer than this interval would show as idle, then as clipped.
-            now, busy = self.clock(), self._busy_s + self.engine.step_age_s
+            now, busy = self.clock(), self.thread.busy_s
             share = max(0.0, busy - busy_before) / max(1e-6, now - then)
             busy_before, then = busy, now
             try:
