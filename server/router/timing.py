@@ -54,7 +54,7 @@ class Record:
         self.last = now
 
     def as_dict(self) -> dict[str, Any]:
-        """DESIGN section 9. What did not happen, or was not reported, is null."""
+        """The stage record (docs/protocol.md). What did not happen, or was not reported, is null."""
         p, d = self.prefill_stages, self.decode_stages
         return {
             "path": self.path,
