@@ -119,7 +119,7 @@ def test_kill_prefill_while_it_reads(stack: Running, tiny_model_dir: Path) -> No
     """Decode has the same model: it goes on from what has reached it. Nobody notices but by the time it takes."""
     # 1. More prompts than prefill reads at once: some wait, some are being read, some half sent.
     rng = random.Random(5)
-    prompts = [[rng.randrange(3, 512) for _ in range(3000)] for _ in range(16)]
+    prompts = [[rng.randrange(3, 512) for _ in range(1500)] for _ in range(8)]
     model = reference.load(tiny_model_dir)
     expected = [reference.generate(model, prompt, 32) for prompt in prompts]
     url = stack.url
