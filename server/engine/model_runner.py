@@ -24,6 +24,7 @@ from server.engine.packed_linear import can_pack, pack_linears
 from server.engine.sampler import Sampler
 from server.engine.selfcheck import check_logits, check_sequence, eager_logits
 from server.errors import ModelError, StartError
+from server.grammar import Grammars
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class ModelRunner:
         self._pack = pack
         self._model: Any = None
         self._attention: AttentionBackend
-        self._sampler = Sampler()
+        self._sampler = Sampler(Grammars(self.folder, self.vocab_size))
 
     # -- load ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.router import checks, openai
+from server.router import checks, openai, structured
 from server.router.errors import ApiError, bad_request
 from server.router.generate import Generator, Job, lengths, new_id
 from server.router.http import (
@@ -87,6 +87,7 @@ class Api:
         model = self._find(request.model)
         checks.check_common(request, self._text.vocab_size)
         checks.check_chat(request)
+        constraint = structured.read(request)
         resume = bool(request.continue_final_message)
         messages = checks.read_messages(request.messages, resume=resume, generation=request.add_generation_prompt)
 
@@ -99,6 +100,7 @@ class Api:
             )
             job.prompts = [await self._encode(request, rendered, "messages", bool(request.add_special_tokens))]
             job.max_tokens = lengths(job, self._text.max_len, "messages")
+            job.bounds = await self._bounds(request, constraint)
             if request.echo:
                 job.echoes = [messages[-1]["content"]]
 
@@ -110,6 +112,7 @@ class Api:
         model = self._find(request.model)
         checks.check_common(request, self._text.vocab_size)
         checks.check_completion(request)
+        constraint = structured.read(request)
         prompts = openai.read_prompts(request.prompt)
         checks.check_prompts(prompts, request.num_choices, self._text.vocab_size)
 
@@ -117,6 +120,7 @@ class Api:
             special = request.add_special_tokens is not False
             job.prompts = [await self._encode(request, prompt, "prompt", special) for prompt in prompts]
             job.max_tokens = lengths(job, self._text.max_len, "prompt")
+            job.bounds = await self._bounds(request, constraint)
             if request.echo:
                 job.echoes = [p if isinstance(p, str) else self._text.decode(p, skip_special=False) for p in prompts]
 
@@ -134,6 +138,13 @@ class Api:
             return prompt
         keep = max(1, self._text.max_len - (request.limit or 1)) if cut == -1 else cut
         return prompt[:keep] if request.truncation_side == "right" else prompt[-keep:]
+
+    async def _bounds(self, request: openai.Request, constraint: tuple[str, str]) -> openai.Bounds:
+        """Raises ApiError 400 for a grammar that is none."""
+        name, grammar = constraint
+        if grammar and (wrong := await self._text.check_grammar(grammar)):
+            raise structured.refused(name, wrong)
+        return openai.Bounds(grammar, self._text.spellings(request.bad_words or []))
 
     async def _answer(
         self, http: Request, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format

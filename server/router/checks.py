@@ -63,7 +63,10 @@ def check_common(request: Request, vocab_size: int) -> None:
         raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens: must be -1 or at least 1")
     if r.truncation_side not in (None, "left", "right"):
         raise bad_request("truncation_side", "truncation_side: must be left or right")
-    _check_unserved(r)
+    _check_bad_words(r)
+    _number("prompt_logprobs", r.prompt_logprobs, -1, MAX_LOGPROBS)
+    if r.prompt_logprobs is not None and r.stream:
+        raise bad_request("prompt_logprobs", "prompt_logprobs: not with stream=true")
 
 
 def _check_stops(r: Request) -> None:
@@ -87,16 +90,12 @@ def check_prompts(prompts: list[str] | list[list[int]], n: int, vocab_size: int)
             check_ids("prompt", ids, vocab_size)
 
 
-def _check_unserved(r: Request) -> None:
-    if r.response_format is not None and r.response_format.get("type") != "text":
-        raise bad_request("response_format", "response_format: only {'type': 'text'} is served")
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(r, name):
-            raise bad_request(name, f"{name}: structured output is not served")
-    if r.bad_words:
-        raise bad_request("bad_words", "bad_words: not served; use logit_bias")
-    if r.prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs", "prompt_logprobs: not served")
+def _check_bad_words(r: Request) -> None:
+    words = r.bad_words or []
+    if len(words) > MAX_STOPS:
+        raise bad_request("bad_words", f"bad_words: at most {MAX_STOPS} strings")
+    if not all(0 < len(word) <= MAX_STOP_CHARS for word in words):
+        raise bad_request("bad_words", f"bad_words: each string must have 1 to {MAX_STOP_CHARS} characters")
 
 
 def check_completion(r: CompletionRequest) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from server.metrics import RouterMetrics
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, context_too_long
-from server.router.openai import Request, pick_seed, sampling
+from server.router.openai import Bounds, Request, pick_seed, sampling
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
 
@@ -48,6 +48,7 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(default_factory=list)
     max_tokens: list[int] = field(default_factory=list)  # by prompt
+    bounds: Bounds = Bounds()
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
@@ -144,6 +145,7 @@ class Generator:
             eos_ids=self._text.eos_ids,
             vocab_size=self._text.vocab_size,
             seed=seed + choice,
+            bounds=job.bounds,
         )
         decoder = Decoder(
             self._text,

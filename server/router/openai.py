@@ -61,7 +61,6 @@ class Request(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
-    # Not served yet: a value is refused by name, so that nobody takes free text for structured.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -94,6 +93,12 @@ class Request(msgspec.Struct, kw_only=True):
     def num_logprobs(self) -> int:
         """As SamplingParams has it: -1 = none."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """As SamplingParams has it: -1 = none."""
+        asked = self.prompt_logprobs
+        return -1 if asked is None else MAX_LOGPROBS if asked == -1 else asked
 
 
 class CompletionRequest(Request, kw_only=True):
@@ -197,9 +202,19 @@ def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
     return prompts
 
 
-def sampling(r: Request, *, max_tokens: int, eos_ids: frozenset[int], vocab_size: int, seed: int) -> SamplingParams:
+class Bounds(msgspec.Struct, frozen=True):
+    """What the output is held to, found out while the request was prepared: it takes the tokenizer."""
+
+    grammar: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+def sampling(
+    r: Request, *, max_tokens: int, eos_ids: frozenset[int], vocab_size: int, seed: int, bounds: Bounds
+) -> SamplingParams:
     """A checked request in token terms. `seed` is the choice's own: choice j of a request draws with seed + j."""
-    ends = set(r.stop_token_ids or ()) | (frozenset() if r.ignore_eos else eos_ids)
+    # A grammar ends by itself, and nothing but an end of text may follow then: there is no ignoring it.
+    ends = set(r.stop_token_ids or ()) | (frozenset() if r.ignore_eos and not bounds.grammar else eos_ids)
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed % INT64,
@@ -215,6 +230,9 @@ def sampling(r: Request, *, max_tokens: int, eos_ids: frozenset[int], vocab_size
         logit_bias=read_bias(r.logit_bias, vocab_size),
         allowed_token_ids=tuple(r.allowed_token_ids or ()),
         num_logprobs=r.num_logprobs,
+        num_prompt_logprobs=r.num_prompt_logprobs,
+        bad_words=bounds.bad_words,
+        grammar=bounds.grammar,
     )
 
 
