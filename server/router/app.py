@@ -19,9 +19,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.router import checks, openai, structured
+from server.router import checks, openai
+from server.router.chat import ChatFormat
 from server.router.errors import ApiError, bad_request
-from server.router.generate import Generator, Job, lengths, new_id
+from server.router.generate import Generator, Job, new_id
 from server.router.http import (
     EventStream,
     close_stream,
@@ -31,8 +32,10 @@ from server.router.http import (
     request_id,
     until_disconnect,
 )
-from server.router.render import DONE, ChatFormat, CompletionFormat, Format, event
+from server.router.prepare import Prepare, Preparer
+from server.router.render import DONE, CompletionFormat, Format, event
 from server.router.text import Text
+from server.router.tools import ToolUse
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Api:
 
     def __init__(self, text: Text, generator: Generator, names: list[str], keepalive_s: float = 0.0) -> None:
         self._text = text
+        self._prepare = Preparer(text)
         self._generator = generator
         self._names = names
         self._keepalive_s = keepalive_s
@@ -85,69 +89,22 @@ class Api:
     async def chat(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.ChatRequest)
         model = self._find(request.model)
-        checks.check_common(request, self._text.vocab_size)
-        checks.check_chat(request)
-        constraint = structured.read(request)
-        resume = bool(request.continue_final_message)
-        messages = checks.read_messages(request.messages, resume=resume, generation=request.add_generation_prompt)
-
-        async def prepare(job: Job) -> None:
-            rendered = await self._text.render_chat(
-                messages,
-                generation=not resume and request.add_generation_prompt is not False,
-                resume=resume,
-                extra=checks.read_kwargs(request.chat_template_kwargs),
-            )
-            job.prompts = [await self._encode(request, rendered, "messages", bool(request.add_special_tokens))]
-            job.max_tokens = lengths(job, self._text.max_len, "messages")
-            job.bounds = await self._bounds(request, constraint)
-            if request.echo:
-                job.echoes = [messages[-1]["content"]]
-
+        prepare, use = self._prepare.chat(request)
         job = Job(request, new_id("chatcmpl"), request_id(http), "/v1/chat/completions", model)
-        return await self._answer(http, job, prepare, ChatFormat(job, self._text, _wants_timing(http)))
+        return await self._answer(http, job, prepare, self._chat_format(job, use, http))
 
     async def completions(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.CompletionRequest)
         model = self._find(request.model)
-        checks.check_common(request, self._text.vocab_size)
-        checks.check_completion(request)
-        constraint = structured.read(request)
-        prompts = openai.read_prompts(request.prompt)
-        checks.check_prompts(prompts, request.num_choices, self._text.vocab_size)
-
-        async def prepare(job: Job) -> None:
-            special = request.add_special_tokens is not False
-            job.prompts = [await self._encode(request, prompt, "prompt", special) for prompt in prompts]
-            job.max_tokens = lengths(job, self._text.max_len, "prompt")
-            job.bounds = await self._bounds(request, constraint)
-            if request.echo:
-                job.echoes = [p if isinstance(p, str) else self._text.decode(p, skip_special=False) for p in prompts]
-
+        prepare = self._prepare.completions(request)
         job = Job(request, new_id("cmpl"), request_id(http), "/v1/completions", model)
         return await self._answer(http, job, prepare, CompletionFormat(job, self._text, _wants_timing(http)))
 
-    async def _encode(self, request: openai.Request, prompt: str | list[int], param: str, special: bool) -> list[int]:
-        cut = request.truncate_prompt_tokens
-        if isinstance(prompt, str):
-            limit = self._text.max_len if cut is None else None
-            prompt = await self._text.encode(prompt, param, special=special, limit=limit)
-        if not prompt:
-            raise bad_request(param, f"{param}: no tokens in it")
-        if cut is None:
-            return prompt
-        keep = max(1, self._text.max_len - (request.limit or 1)) if cut == -1 else cut
-        return prompt[:keep] if request.truncation_side == "right" else prompt[-keep:]
-
-    async def _bounds(self, request: openai.Request, constraint: tuple[str, str]) -> openai.Bounds:
-        """Raises ApiError 400 for a grammar that is none."""
-        name, grammar = constraint
-        if grammar and (wrong := await self._text.check_grammar(grammar)):
-            raise structured.refused(name, wrong)
-        return openai.Bounds(grammar, self._text.spellings(request.bad_words or []))
+    def _chat_format(self, job: Job, use: ToolUse | None, http: Request) -> ChatFormat:
+        return ChatFormat(job, self._text, _wants_timing(http), use, self._prepare.style)
 
     async def _answer(
-        self, http: Request, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format
+        self, http: Request, job: Job, prepare: Prepare, form: Format
     ) -> Response:
         if not job.request.stream:
             return json_response(await until_disconnect(http.receive, self._whole(job, prepare, form)))
@@ -162,14 +119,14 @@ class Api:
             raise
         return EventStream(first, events, self._keepalive_s)
 
-    async def _whole(self, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format) -> bytes:
+    async def _whole(self, job: Job, prepare: Prepare, form: Format) -> bytes:
         async with aclosing(self._generator.outputs(job, prepare)) as outputs:
             async for output in outputs:
                 form.add(output)
         return form.body()
 
     async def _events(
-        self, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format, late: asyncio.Event
+        self, job: Job, prepare: Prepare, form: Format, late: asyncio.Event
     ) -> AsyncGenerator[bytes, None]:
         """Ends with [DONE]. Raises what comes before the first event, unless it is `late`: the response has begun."""
         try:
@@ -190,23 +147,7 @@ class Api:
     async def tokenize(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.TokenizeRequest)
         self._find(request.model)
-        if request.chat_template is not None:
-            raise bad_request("chat_template", "chat_template: this server does not take one from requests")
-        if request.messages is not None:
-            resume, generation = bool(request.continue_final_message), request.add_generation_prompt
-            messages = checks.read_messages(request.messages, resume=resume, generation=generation)
-            text = await self._text.render_chat(
-                messages,
-                generation=not resume and generation is not False,
-                resume=resume,
-                extra=checks.read_kwargs(request.chat_template_kwargs),
-            )
-            ids = await self._text.encode(text, "messages", special=bool(request.add_special_tokens))
-        elif request.prompt is not None:
-            special = request.add_special_tokens is not False
-            ids = await self._text.encode(request.prompt, "prompt", special=special)
-        else:
-            raise bad_request("prompt", "prompt: give prompt or messages")
+        ids = await self._prepare.tokens(request)
         body: dict[str, Any] = {"count": len(ids), "max_model_len": self._text.max_len, "tokens": ids}
         body["token_strs"] = self._text.names(ids) if request.return_token_strs else None
         return json_response(body)

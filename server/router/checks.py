@@ -4,6 +4,7 @@ Each check raises ApiError 400 with `param` set to the field. Nothing here chang
 messages as a template wants them.
 """
 
+import json
 import math
 from typing import Any
 
@@ -25,6 +26,27 @@ MAX_STOP_CHARS = 1024
 _NO_KWARGS = frozenset(("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "return_dict"))
 _NO_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 _NO_KWARGS |= {"padding", "truncation", "max_length", "return_tensors"}
+
+
+def read_calls(i: int, calls: Any) -> list[dict[str, Any]]:
+    """An earlier turn's tool calls, arguments as objects: so templates want them."""
+    if not isinstance(calls, list):
+        raise bad_request("messages", f"messages[{i}].tool_calls: must be a list")
+    return [_call(i, call) for call in calls]
+
+
+def _call(i: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request("messages", f"messages[{i}].tool_calls: each needs function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise bad_request("messages", f"messages[{i}].tool_calls: arguments must be JSON") from error
+    shaped = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    return {"id": call.get("id"), "type": "function", "function": shaped}
 
 
 def _number(name: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
@@ -118,10 +140,6 @@ def check_chat(r: ChatRequest) -> None:
         raise bad_request("top_logprobs", "top_logprobs: only with logprobs=true")
     if r.chat_template is not None:
         raise bad_request("chat_template", "chat_template: this server does not take one from requests")
-    if r.tools:
-        raise bad_request("tools", "tools: not served")
-    if r.tool_choice is not None and r.tool_choice != "none":
-        raise bad_request("tool_choice", "tool_choice: only with tools")
     _check_min_tokens(r)
 
 
@@ -143,7 +161,10 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad_request("messages", f"messages[{i}].role: must be a string")
-    return {**message, "content": _content(i, message.get("content"))}
+    shaped = {**message, "content": _content(i, message.get("content"))}
+    if message.get("tool_calls") is not None:
+        shaped["tool_calls"] = read_calls(i, message["tool_calls"])
+    return shaped
 
 
 def _content(i: int, content: Any) -> str:

@@ -127,6 +127,7 @@ class ChatRequest(Request, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def limit(self) -> int | None:
@@ -149,6 +150,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    tools: list[Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

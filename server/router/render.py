@@ -30,7 +30,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 @dataclass(slots=True)
-class _Choice:
+class Choice:
     """One choice so far. What is not sent yet (tokens without text) waits in `pieces` and `ids`."""
 
     text: str = ""
@@ -52,7 +52,7 @@ class Format:
         self._job = job
         self._text = text
         self._with_timing = with_timing
-        self._choices: list[_Choice] = []
+        self._choices: list[Choice] = []
         self._skip_special = job.request.skip_special_tokens is not False
 
     # streamed
@@ -65,11 +65,9 @@ class Format:
             choice.ids += output.delta.ids
         parts = [] if choice.is_begun else self._opening(output.index, choice)
         choice.is_begun = True
-        if output.delta.text or choice.pieces or choice.ids:
-            parts.append(self._content(output.index, choice, output.delta.text))
-            choice.pieces, choice.ids = [], []
+        parts += self._contents(output, choice)
         if output.finish_reason:
-            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            self._finish(output, choice)
             parts.append(self._last(output.index, choice))
         if not parts:
             return b""
@@ -77,6 +75,17 @@ class Format:
         if self._is_over and not self._job.request.include_usage:
             self._add_timing(chunks[-1])
         return b"".join(event(chunk) for chunk in chunks)
+
+    def _contents(self, output: Output, choice: Choice) -> list[dict[str, Any]]:
+        """What `output` adds to a stream."""
+        if not (output.delta.text or choice.pieces or choice.ids):
+            return []
+        part = self._content(output.index, choice, output.delta.text)
+        choice.pieces, choice.ids = [], []
+        return [part]
+
+    def _finish(self, output: Output, choice: Choice) -> None:
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
 
     def usage_chunk(self) -> bytes:
         """The extra last chunk, when it was asked for."""
@@ -104,7 +113,7 @@ class Format:
         choice.pieces += output.delta.pieces
         choice.ids += output.delta.ids
         if output.finish_reason:
-            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            self._finish(output, choice)
 
     def body(self) -> bytes:
         body = {
@@ -126,14 +135,14 @@ class Format:
             "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
         }
 
-    def _choice(self, index: int) -> _Choice:
+    def _choice(self, index: int) -> Choice:
         if not self._choices:
             self._choices = [self._new_choice(i) for i in range(len(self._job.records))]
         return self._choices[index]
 
-    def _new_choice(self, index: int) -> _Choice:
+    def _new_choice(self, index: int) -> Choice:
         echo = self._echo(index)
-        return _Choice(text=echo, offset=len(echo))
+        return Choice(text=echo, offset=len(echo))
 
     def _echo(self, index: int) -> str:
         echoes = self._job.echoes
@@ -155,85 +164,30 @@ class Format:
         # A special token that the text leaves out adds no bytes to it.
         return shown, b"" if self._skip_special and self._text.is_special(token_id) else raw
 
-    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+    def _opening(self, index: int, choice: Choice) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+    def _content(self, index: int, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _last(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
-
-
-class ChatFormat(Format):
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
-        part = self._delta(index, {"role": "assistant", "content": ""})
-        parts = [part]
-        if self._job.request.return_token_ids:
-            part["prompt_token_ids"] = self._prompt_ids(index)
-        if choice.text:
-            parts.append(self._delta(index, {"content": choice.text}))
-        return parts
-
-    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
-        part = self._delta(index, {"content": text})
-        if choice.pieces:
-            part["logprobs"] = self._logprobs(choice.pieces)
-        if choice.ids:
-            part["token_ids"] = choice.ids
-        return part
-
-    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
-        return {**self._delta(index, {}), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
-        wants_logprobs = self._job.request.num_logprobs >= 0
-        body = {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.pieces) if wants_logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self._job.request.return_token_ids:
-            body |= {"prompt_token_ids": self._prompt_ids(index), "token_ids": choice.ids}
-        return body
-
-    @staticmethod
-    def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
-        return {"content": [self._content_logprob(piece) for piece in pieces], "refusal": None}
-
-    def _content_logprob(self, piece: Piece) -> dict[str, Any]:
-        top = [
-            self._entry(token_id, logprob) for token_id, logprob in piece.token.top[: self._job.request.num_logprobs]
-        ]
-        return {**self._entry(piece.token.id, piece.token.logprob), "top_logprobs": top}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        shown, raw = self._piece(token_id)
-        return {"token": shown, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
 
 class CompletionFormat(Format):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+    def _opening(self, index: int, choice: Choice) -> list[dict[str, Any]]:
         part = self._part(index, choice.text)
         if self._job.request.return_token_ids:
             part["prompt_token_ids"] = self._prompt_ids(index)
         return [part] if choice.text or self._job.request.return_token_ids else []
 
-    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+    def _content(self, index: int, choice: Choice, text: str) -> dict[str, Any]:
         part = self._part(index, text)
         if choice.pieces:
             part["logprobs"] = self._logprobs(choice)
@@ -241,10 +195,10 @@ class CompletionFormat(Format):
             part["token_ids"] = choice.ids
         return part
 
-    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _last(self, index: int, choice: Choice) -> dict[str, Any]:
         return {**self._part(index, ""), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         body = {
             **self._part(index, choice.text),
             "logprobs": self._logprobs(choice) if self._job.request.num_logprobs >= 0 else None,
@@ -259,7 +213,7 @@ class CompletionFormat(Format):
     def _part(index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, choice: _Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
         tokens = [piece.token for piece in choice.pieces]
         return {
             "tokens": [self._piece(token.id)[0] for token in tokens],

@@ -55,6 +55,16 @@ class Text:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._pieces: dict[int, bytes] = {}
 
+    @property
+    def template(self) -> str:
+        """The chat template; empty without one."""
+        found = self._hf.chat_template
+        return found if isinstance(found, str) else "".join((found or {}).values())
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.template
+
     # in
 
     async def encode(self, text: str, param: str, *, special: bool = True, limit: int | None = None) -> list[int]:

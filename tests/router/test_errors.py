@@ -94,7 +94,18 @@ CHAT: list[tuple[str, dict[str, Any]]] = [
     ("chat_template", {"chat_template": "{{ 1 }}"}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": 5}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools", {"tools": [5]}),
+    ("tools", {"tools": [{"type": "function", "function": {}}]}),
+    ("tools", {"tools": [{"type": "browser", "function": {"name": "f"}}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}),
+    ("tools", {"tool_choice": "required", "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "odd"}}}}}]}),
+    ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "g"}},
+                     "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tool_choice", {"tool_choice": "sometimes", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
     ("tool_choice", {"tool_choice": "auto"}),
 ]
 COMPLETION: list[tuple[str, dict[str, Any]]] = [
