@@ -33,7 +33,9 @@ from server.router.http import (
     until_disconnect,
 )
 from server.router.prepare import Prepare, Preparer
-from server.router.render import DONE, CompletionFormat, Format, event
+from server.router.render import DONE, CompletionFormat, Format
+from server.router.response_events import ResponseFormat
+from server.router.responses import ResponsesRequest, Store, renamed, to_chat
 from server.router.text import Text
 from server.router.tools import ToolUse
 
@@ -49,6 +51,7 @@ class Api:
     def __init__(self, text: Text, generator: Generator, names: list[str], keepalive_s: float = 0.0) -> None:
         self._text = text
         self._prepare = Preparer(text)
+        self._store = Store()
         self._generator = generator
         self._names = names
         self._keepalive_s = keepalive_s
@@ -60,6 +63,8 @@ class Api:
             Route("/v1/models/{name:path}", guarded(self.model)),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", guarded(self.completions), methods=["POST"]),
+            Route("/v1/responses", guarded(self.responses), methods=["POST"]),
+            Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE"]),
             Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
         ]
@@ -100,6 +105,31 @@ class Api:
         job = Job(request, new_id("cmpl"), request_id(http), "/v1/completions", model)
         return await self._answer(http, job, prepare, CompletionFormat(job, self._text, _wants_timing(http)))
 
+    async def responses(self, http: Request) -> Response:
+        asked = openai.decode(await read_body(http), ResponsesRequest)
+        model = self._find(asked.model)
+        try:
+            request, conversation = to_chat(asked, self._store)
+            prepare, use = self._prepare.chat(request)
+        except ApiError as error:
+            raise renamed(error) from error
+        job = Job(request, new_id("resp"), request_id(http), "/v1/responses", model)
+        form = ResponseFormat(job, self._text, _wants_timing(http), asked, use, self._prepare.style)
+        if asked.store is not False:
+            form.on_done = lambda body: self._store.add([*conversation, form.as_message()], body)
+        try:
+            return await self._answer(http, job, prepare, form)
+        except ApiError as error:
+            raise renamed(error) from error
+
+    async def kept_response(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        kept = self._store.get(name)
+        if http.method != "DELETE":
+            return json_response(kept.body)
+        self._store.remove(name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
     def _chat_format(self, job: Job, use: ToolUse | None, http: Request) -> ChatFormat:
         return ChatFormat(job, self._text, _wants_timing(http), use, self._prepare.style)
 
@@ -139,7 +169,7 @@ class Api:
         except Exception as error:
             if not late.is_set():
                 raise
-            yield event(_as_api_error(error).body)
+            yield form.error_event(_as_api_error(error))
         yield DONE
 
     # the tokenizer

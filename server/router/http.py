@@ -25,7 +25,7 @@ from server.router.errors import ApiError
 MAX_BODY = 32 * 2**20
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
-_WORK = ("/v1/chat/", "/v1/completions")
+_WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
 
 T = TypeVar("T")
 

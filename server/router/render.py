@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from server.router.errors import ApiError
 from server.router.generate import Job, Output
 from server.router.text import Piece, Text
 
@@ -94,6 +95,10 @@ class Format:
         chunk = {**self._head(self.chunk_object), "choices": [], "usage": self.usage()}
         self._add_timing(chunk)
         return event(chunk)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What a stream says that cannot go on."""
+        return event(error.body)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
