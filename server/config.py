@@ -43,6 +43,7 @@ Auto = Literal["auto"]
 Role = Literal["prefill", "decode", "colocated"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
+Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
 
@@ -68,6 +69,10 @@ class Router(Section):
     policy: Literal["round-robin", "least-loaded", "kv-aware"] = "least-loaded"
     queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
     request_timeout: Seconds = 600.0
+    key_max_requests: int = Field(0, ge=0, le=65536, description="requests in flight that one API key may have; 0: any")
+    cors_origins: list[Origin] = Field(
+        default_factory=list, description="origins whose pages may call, exactly as a browser names them"
+    )
     keepalive_s: Seconds = 0.0
 
 

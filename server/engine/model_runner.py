@@ -21,6 +21,7 @@ from server.engine.attention import AttentionBackend, BatchMeta, row_order
 from server.engine.attention_torch import TorchAttention
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.packed_linear import can_pack, pack_linears
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.sampler import Sampler
 from server.engine.selfcheck import check_logits, check_sequence, eager_logits
 from server.errors import ModelError, StartError
@@ -81,6 +82,7 @@ class ModelRunner:
         self._pack = pack
         self._model: Any = None
         self._attention: AttentionBackend
+        self._prompt_logprobs = PromptLogprobs()
         self._sampler = Sampler(Grammars(self.folder, self.vocab_size))
 
     # -- load ---------------------------------------------------------------------------------------------------------
@@ -190,19 +192,31 @@ class ModelRunner:
         if logits is not None:
             sampled = self._sampler.sample(logits, [ordered[row].seq for row in sampling])
             for row, token in zip(sampling, sampled, strict=True):
-                tokens[order[row]] = token
+                tokens[order[row]] = self._with_prompt(ordered[row].seq, token)
         return tokens
+
+    def _with_prompt(self, seq: Sequence, token: Token) -> Token:
+        if seq.params.num_prompt_logprobs < 0 or seq.output:
+            return token
+        return Token(token.id, token.logprob, token.top, self._prompt_logprobs.take(seq))
 
     def _forward(self, slices: Rows[Slice], sampling: list[int]) -> torch.Tensor | None:
         """Logits [len(sampling), vocab] of the last token of those rows; None if there are none."""
         meta = BatchMeta.build(slices, self.spec.block_size)
         last = [meta.query_starts[row + 1] - 1 for row in sampling]
-        inputs = self._inputs(meta)
-        if not last:
-            self._model.base_model(**inputs)
-            return None
-        keep = torch.tensor(last, device=self.device)
-        return self._model(**inputs, logits_to_keep=keep).logits[0]  # type: ignore[no-any-return]
+        reading = self._prompt_logprobs.rows(slices, meta.query_starts)
+        if reading:
+            logits = self._logits(meta, last + [row.flat for row in reading])
+            self._prompt_logprobs.add(reading, logits[len(last) :])
+            return logits[: len(last)] if last else None
+        return self._logits(meta, last) if last else self._read_only(meta)
+
+    def _read_only(self, meta: BatchMeta) -> None:
+        self._model.base_model(**self._inputs(meta))
+
+    def _logits(self, meta: BatchMeta, places: list[int]) -> torch.Tensor:
+        keep = torch.tensor(places, device=self.device)
+        return self._model(**self._inputs(meta), logits_to_keep=keep).logits[0]  # type: ignore[no-any-return]
 
     def _all_logits(self, slices: list[Slice]) -> torch.Tensor:
         meta = BatchMeta.build(slices, self.spec.block_size)

@@ -133,9 +133,7 @@ class Api:
     def _chat_format(self, job: Job, use: ToolUse | None, http: Request) -> ChatFormat:
         return ChatFormat(job, self._text, _wants_timing(http), use, self._prepare.style)
 
-    async def _answer(
-        self, http: Request, job: Job, prepare: Prepare, form: Format
-    ) -> Response:
+    async def _answer(self, http: Request, job: Job, prepare: Prepare, form: Format) -> Response:
         if not job.request.stream:
             return json_response(await until_disconnect(http.receive, self._whole(job, prepare, form)))
         late = asyncio.Event()

@@ -114,6 +114,7 @@ class CallParser:
         self._most = most  # calls to take; the rest is passed over
         self._held = ""  # blanks, and what may be the beginning of a call
         self._reader: ObjectReader | None = None
+        self._opening = ""  # what came before the object under way and belongs to it
         self._sent = 0  # of the reader's arguments
         self._is_named = False  # the call under way has begun to go out
         self._is_closing = False  # between the end of an object and CLOSE
@@ -144,9 +145,10 @@ class CallParser:
             return self._opening + reader.raw
         return "" if self.num_calls and not held.strip() else held
 
-    @property
-    def _opening(self) -> str:
-        return OPEN if self._style == "hermes" else ""
+    def _begin(self) -> None:
+        """What is held ends with the sign of a call; it comes back if it was none."""
+        self._opening = self._held
+        self._held, self._reader = "", ObjectReader()
 
     def _look(self, char: str) -> str:
         """Outside of calls."""
@@ -155,7 +157,7 @@ class CallParser:
         self._held += char
         tail = self._held.lstrip(_BLANK)
         if tail == OPEN:
-            self._held, self._reader = "", ObjectReader()
+            self._begin()
             return ""
         if OPEN.startswith(tail):
             return ""
@@ -169,9 +171,9 @@ class CallParser:
         if char in _BLANK or (self.num_calls and char in ";,"):
             return ""
         if char == "{" and not self._has_text:
-            self._held, self._reader = "", ObjectReader()
-            self._reader.feed(char)
-            return ""
+            self._held = self._held[:-1]
+            self._begin()
+            return self._read(char, [])
         out, self._held = self._held, ""
         self._has_text = True
         return out

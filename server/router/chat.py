@@ -80,6 +80,11 @@ class ChatFormat(Format):
         has_called = calls.whole and self._use is not None and self._use.mode != "named"
         return "tool_calls" if has_called and choice.finish_reason == "stop" else choice.finish_reason
 
+    def _extras(self) -> dict[str, Any]:
+        if self._job.request.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self._prompt_logprobs(0)}
+
     def _opening(self, index: int, choice: Choice) -> list[dict[str, Any]]:
         part = self._delta(index, {"role": "assistant", "content": ""})
         parts = [part]

@@ -127,8 +127,6 @@ def check_completion(r: CompletionRequest) -> None:
         raise bad_request("suffix", "suffix: not supported by this model")
     if r.best_of is not None and r.best_of != r.num_choices:
         raise bad_request("best_of", "best_of: only equal to n")
-    if r.echo and r.logprobs is not None:
-        raise bad_request("logprobs", "logprobs: not served together with echo")
     _check_min_tokens(r)
 
 

@@ -204,8 +204,10 @@ class Dispatcher:
     def can_serve(self) -> bool:
         return any(self.is_proven(route) for route in self.routes) or bool(self._alone())
 
-    def choose(self, num_prompt: int) -> Route:
-        """Raises ApiError 503 when no worker can take it."""
+    def choose(self, num_prompt: int, same: Route | None = None) -> Route:
+        """`same` again, if it still serves. Raises ApiError 503 when no worker can take it."""
+        if same is not None and same.is_connected:
+            return same
         pairs = [route for route in self.routes if route.prefill is not None and self.is_proven(route)]
         alone = [Route(worker) for worker in self._alone()]
         wants_pair = num_prompt >= self.threshold or not alone

@@ -115,6 +115,10 @@ class CompletionRequest(Request, kw_only=True):
     def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else MAX_LOGPROBS if self.logprobs == -1 else self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
+
 
 class ChatRequest(Request, kw_only=True):
     messages: list[dict[str, Any]] | None = None

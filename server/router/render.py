@@ -12,7 +12,8 @@ import msgspec
 
 from server.router.errors import ApiError
 from server.router.generate import Job, Output
-from server.router.text import Piece, Text
+from server.router.text import Piece, Text, offsets
+from server.sequence import Token
 
 LOWEST_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"
@@ -125,9 +126,14 @@ class Format:
             **self._head(self.object),
             "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
             "usage": self.usage(),
+            **self._extras(),
         }
         self._add_timing(body)
         return _encode(body)
+
+    def _extras(self) -> dict[str, Any]:
+        """What else a body has."""
+        return {}
 
     # shared
 
@@ -149,12 +155,27 @@ class Format:
         echo = self._echo(index)
         return Choice(text=echo, offset=len(echo))
 
+    def _which(self, index: int) -> int:
+        """The prompt of a choice."""
+        return index // self._job.request.num_choices
+
     def _echo(self, index: int) -> str:
-        echoes = self._job.echoes
-        return echoes[index // self._job.request.num_choices] if echoes else ""
+        return self._job.echoes[self._which(index)] if self._job.echoes else ""
 
     def _prompt_ids(self, index: int) -> list[int]:
-        return self._job.prompts[index // self._job.request.num_choices]
+        return self._job.prompts[self._which(index)]
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """As vLLM has it: one entry a prompt token, by id, the first one null."""
+        count = self._job.request.num_prompt_logprobs
+        return [None, *(self._by_id(token, count) for token in self._job.prompt_logprobs.get(self._which(index), ()))]
+
+    def _by_id(self, token: Token, count: int) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for rank, (i, value) in enumerate((*token.top[:count], (token.id, token.logprob)), 1):
+            entry = {"logprob": max(value, LOWEST_LOGPROB), "rank": rank if rank <= len(token.top) else None}
+            out.setdefault(str(i), {**entry, "decoded_token": self._piece(i)[0]})
+        return out
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._job.model}
@@ -188,6 +209,8 @@ class CompletionFormat(Format):
 
     def _opening(self, index: int, choice: Choice) -> list[dict[str, Any]]:
         part = self._part(index, choice.text)
+        if choice.text and self._job.request.num_logprobs >= 0:
+            part["logprobs"] = self._echoed(index, choice)
         if self._job.request.return_token_ids:
             part["prompt_token_ids"] = self._prompt_ids(index)
         return [part] if choice.text or self._job.request.return_token_ids else []
@@ -206,10 +229,12 @@ class CompletionFormat(Format):
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         body = {
             **self._part(index, choice.text),
-            "logprobs": self._logprobs(choice) if self._job.request.num_logprobs >= 0 else None,
+            "logprobs": self._all_logprobs(index, choice) if self._job.request.num_logprobs >= 0 else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._job.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(index)
         if self._job.request.return_token_ids:
             body |= {"prompt_token_ids": self._prompt_ids(index), "token_ids": choice.ids}
         return body
@@ -225,6 +250,24 @@ class CompletionFormat(Format):
             "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
             "top_logprobs": [self._top(token.id, token.logprob, token.top) for token in tokens],
             "text_offset": [choice.offset + piece.offset for piece in choice.pieces],
+        }
+
+    def _all_logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
+        own = self._logprobs(choice)
+        if not choice.offset:
+            return own
+        return {key: part + own[key] for key, part in self._echoed(index, choice).items()}
+
+    def _echoed(self, index: int, choice: Choice) -> dict[str, list[Any]]:
+        """Of the prompt's tokens; nothing says how likely the first one was."""
+        ids = self._prompt_ids(index)
+        known = self._job.prompt_logprobs.get(self._which(index), ())
+        echo = self._echo(index)
+        return {
+            "tokens": [self._piece(i)[0] for i in ids],
+            "token_logprobs": [None, *(max(token.logprob, LOWEST_LOGPROB) for token in known)],
+            "top_logprobs": [None, *(self._top(token.id, token.logprob, token.top) for token in known)],
+            "text_offset": offsets(self._text, ids, echo),
         }
 
     def _top(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, float]:

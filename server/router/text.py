@@ -106,7 +106,10 @@ class Text:
 
     async def check_grammar(self, grammar: str) -> str:
         """Empty, or what is wrong with it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.check, grammar)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.check_grammar_now, grammar)
+
+    def check_grammar_now(self, grammar: str) -> str:
+        return self._grammars.check(grammar)
 
     # out
 
@@ -179,6 +182,18 @@ class Detokenizer:
         self._stream = DecodeStream(None, self._skip)
         self._held.clear()
         return text
+
+
+def offsets(text: Text, ids: Seq[int], whole: str) -> list[int]:
+    """Where in `whole` the text of each token begins. A special token that `whole` does not have takes no room."""
+    detok = Detokenizer(text, skip_special=False)
+    found, at = [], 0
+    for token_id in ids:
+        found.append(min(at, len(whole)))
+        out = detok.feed(token_id)
+        if not (text.is_special(token_id) and not whole.startswith(out, at)):
+            at += len(out)
+    return found
 
 
 class StopScanner:

@@ -64,8 +64,10 @@ COMMON: list[tuple[str, dict[str, Any]]] = [
     ("response_format", {"response_format": {"type": "json_schema"}}),
     ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}),
     ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}}),
-    ("response_format", {"response_format": {"type": "json_schema",
-                                             "json_schema": {"strict": True, "schema": {"not": {}}}}}),
+    (
+        "response_format",
+        {"response_format": {"type": "json_schema", "json_schema": {"strict": True, "schema": {"not": {}}}}},
+    ),
     ("guided_regex", {"guided_regex": "(a"}),
     ("guided_choice", {"guided_choice": "ab"}),
     ("guided_json", {"guided_json": [1]}),
@@ -99,10 +101,22 @@ CHAT: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"type": "browser", "function": {"name": "f"}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}),
-    ("tools", {"tool_choice": "required", "tools": [
-        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "odd"}}}}}]}),
-    ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "g"}},
-                     "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    (
+        "tools",
+        {
+            "tool_choice": "required",
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "odd"}}}}}
+            ],
+        },
+    ),
+    (
+        "tool_choice",
+        {
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+    ),
     ("tool_choice", {"tool_choice": "sometimes", "tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
