@@ -48,16 +48,16 @@ def _read(file: Path) -> dict[str, Any]:
 
 def json_grammar(schema: Any, *, lenient: bool = False) -> str:
     """Of a JSON schema. `lenient` passes over keywords that llguidance does not know."""
-    overrides = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
+    text = json.dumps(schema)
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE, "lenient": lenient})
 
 
 def lark_grammar(text: str) -> str:
-    return str(LLMatcher.grammar_from_lark(text))
+    return LLMatcher.grammar_from_lark(text)
 
 
 def regex_grammar(text: str) -> str:
-    return str(LLMatcher.grammar_from_regex(text))
+    return LLMatcher.grammar_from_regex(text)
 
 
 class Matcher:
@@ -73,12 +73,12 @@ class Matcher:
         self._num_seen = len(output)
         if new and not self._inner.is_error():
             self._inner.consume_tokens(new)
-        return bytes(self._inner.compute_bitmask())
+        return self._inner.compute_bitmask()
 
     @property
     def error(self) -> str:
         """Why it can go no further (a limit of the grammar engine, an output that does not fit), or empty."""
-        return str(self._inner.get_error())
+        return self._inner.get_error()
 
 
 class Grammars:

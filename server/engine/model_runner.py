@@ -209,10 +209,10 @@ class ModelRunner:
             logits = self._logits(meta, last + [row.flat for row in reading])
             self._prompt_logprobs.add(reading, logits[len(last) :])
             return logits[: len(last)] if last else None
-        return self._logits(meta, last) if last else self._read_only(meta)
-
-    def _read_only(self, meta: BatchMeta) -> None:
+        if last:
+            return self._logits(meta, last)
         self._model.base_model(**self._inputs(meta))
+        return None
 
     def _logits(self, meta: BatchMeta, places: list[int]) -> torch.Tensor:
         keep = torch.tensor(places, device=self.device)

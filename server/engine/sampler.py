@@ -1,10 +1,10 @@
 """From logits to tokens, vectorised over the rows of a step.
 
 Order, as in vLLM: allowed_token_ids, min_tokens, bad_words, logit_bias, penalties (repetition over prompt and output,
-then frequency and presence over the output), temperature, min_p, top_k, top_p. A grammar has the last word before
-temperature: where all the others together leave a row none of the tokens it allows, it alone counts. Values tied with the last one that top_k or
-top_p keeps are kept too. Logprobs are of the model's own distribution, as OpenAI and vLLM report them: log_softmax of
-the raw logits, before all of that.
+then frequency and presence over the output), temperature, min_p, top_k, top_p. Values tied with the last one that
+top_k or top_p keeps are kept too. A grammar has the last word before temperature: where all the others together leave a
+row none of the tokens it allows, it alone counts. Logprobs are of the model's own distribution, as OpenAI and vLLM
+report them: log_softmax of the raw logits, before all of that.
 
 A draw is the inverse of the cumulative distribution, in token order, at one number in [0, 1) that `uniform` derives
 from (seed, output index). So a token depends on its logits and its own request only: not on the rest of the batch, the

@@ -20,7 +20,8 @@ from server.metrics import RouterMetrics, Sample
 from server.router.app import guarded
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, unavailable
-from server.router.http import Keys, json_response
+from server.router.http import json_response
+from server.router.keys import Keys
 from server.router.probe import Prober
 from server.router.spec import openapi
 from server.router.timing import Recent

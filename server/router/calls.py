@@ -122,7 +122,7 @@ class CallParser:
         self.num_calls = 0
 
     def feed(self, text: str) -> tuple[str, list[CallDelta]]:
-        content, calls = "", []
+        content, calls = "", list[CallDelta]()
         for char in text:
             if self._reader is not None:
                 content += self._read(char, calls)

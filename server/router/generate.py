@@ -65,7 +65,7 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(default_factory=list)
     max_tokens: list[int] = field(default_factory=list)  # by prompt
-    bounds: Bounds = Bounds()
+    bounds: Bounds = field(default_factory=Bounds)
     prompt_logprobs: dict[int, tuple[Token, ...]] = field(default_factory=dict)  # by prompt, from its second token on
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
     records: list[Record] = field(default_factory=list)  # by choice

@@ -94,7 +94,13 @@ class ResponseFormat(Format):
         events.append(self._part_event("response.output_text.delta", delta=text, logprobs=[]))
 
     def _open_message(self, events: list[dict[str, Any]]) -> None:
-        item = {"id": new_id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        item: dict[str, Any] = {
+            "id": new_id("msg"),
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
         self._begin(item, events)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item["content"] = [part]

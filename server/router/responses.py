@@ -1,4 +1,4 @@
-"""/v1/responses: the request as a chat request, the answers that are kept for a next turn, and the endpoint's own rules.
+"""/v1/responses: the request as a chat request, the answers kept for a next turn, and the endpoint's own rules.
 
 1. `to_chat` turns input items into messages, the flat tool form into chat's, `text.format` into response_format.
 2. A conversation goes on by previous_response_id: `Store` keeps the messages of the last answers, within bounds.

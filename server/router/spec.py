@@ -9,6 +9,23 @@ _BOOL = {"type": ["boolean", "null"]}
 _IDS = {"type": ["array", "null"], "items": {"type": "integer"}}
 _OBJECT = {"type": ["object", "null"]}
 
+_TOOLS = {
+    "type": ["array", "null"],
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": {"type": "string"}, "description": _STRING, "parameters": _OBJECT},
+            },
+        },
+    },
+}
+_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
+
 _COMMON: dict[str, Any] = {
     "model": _STRING,
     "max_tokens": _INT,
@@ -19,6 +36,9 @@ _COMMON: dict[str, Any] = {
     "stop": {"anyOf": [_STRING, {"type": "array", "items": {"type": "string"}}]},
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _IDS),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream", "echo"), _BOOL),
+    "bad_words": {"type": ["array", "null"], "items": {"type": "string"}},
+    "prompt_logprobs": _INT,
+    **dict.fromkeys(("response_format", "structured_outputs"), _OBJECT),
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
     "stream_options": {
         "type": ["object", "null"],
@@ -38,6 +58,20 @@ _CHAT = {
     "add_generation_prompt": _BOOL,
     "continue_final_message": _BOOL,
     "chat_template_kwargs": _OBJECT,
+    "tools": _TOOLS,
+    "tool_choice": _CHOICE,
+    "parallel_tool_calls": _BOOL,
+}
+_RESPONSE = {
+    "model": _STRING,
+    "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    **dict.fromkeys(("instructions", "previous_response_id"), _STRING),
+    **dict.fromkeys(("store", "stream", "parallel_tool_calls"), _BOOL),
+    **dict.fromkeys(("max_output_tokens", "seed"), _INT),
+    **dict.fromkeys(("temperature", "top_p"), _NUMBER),
+    **dict.fromkeys(("text", "metadata"), _OBJECT),
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    "tool_choice": _CHOICE,
 }
 _PROMPT = {
     "anyOf": [
@@ -51,8 +85,9 @@ _COMPLETION = {**_COMMON, "prompt": _PROMPT, "logprobs": _INT}
 _ERRORS = {
     "400": "a field cannot be served",
     "401": "no valid API key",
-    "404": "no such model",
+    "404": "no such model or response",
     "413": "body too large",
+    "431": "headers too large",
     "429": "queue full",
     "503": "starting, draining, or no worker",
     "504": "request time limit",
@@ -68,6 +103,12 @@ def openapi(version: str) -> dict[str, Any]:
             "/v1/models": {"get": _operation("served models")},
             "/v1/chat/completions": {"post": _operation("chat", _CHAT, ["messages"], stream)},
             "/v1/completions": {"post": _operation("completion", _COMPLETION, ["prompt"], stream)},
+            "/v1/responses": {"post": _operation("response", _RESPONSE, ["input"], stream)},
+            "/v1/responses/{id}": {
+                "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
+                "get": _operation("a kept response"),
+                "delete": _operation("forget a kept response"),
+            },
             "/tokenize": {"post": _operation("token ids", {"prompt": _STRING, "messages": _MESSAGES})},
             "/detokenize": {"post": _operation("text", {"tokens": _IDS}, ["tokens"])},
             "/version": {"get": _operation("version")},

@@ -1,5 +1,6 @@
 """Tool calls found in text: any cut of the text into pieces gives the same content and the same calls."""
 
+import itertools
 import json
 
 import pytest
@@ -68,7 +69,7 @@ def test_rows(style: Style, text: str, content: str, calls: list[tuple[str, str]
 def test_any_cut(row: tuple[Style, str, str, list[tuple[str, str]]], cuts: list[int]) -> None:
     style, text, content, calls = row
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    assert parse(style, [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]) == (content, calls)
+    assert parse(style, [text[a:b] for a, b in itertools.pairwise(edges)]) == (content, calls)
 
 
 @given(st.text(alphabet='<tool_cal>/{}":, \nnamef', max_size=60))

@@ -13,7 +13,10 @@ WEATHER = {
         "description": "The weather of a place",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Bern", "Zürich"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
