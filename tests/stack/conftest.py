@@ -9,19 +9,25 @@ from tests.stack.harness import COLOCATED, PD, Running, running
 
 
 @pytest.fixture(scope="package")
-def pd_url(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[str]:
-    yield from _url(tmp_path_factory.mktemp("pd"), PD, tiny_model_dir)
+def pd_stack(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("pd"), PD, model=tiny_model_dir) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="package")
-def colocated_url(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[str]:
-    yield from _url(tmp_path_factory.mktemp("colocated"), COLOCATED, tiny_model_dir)
+def colocated_stack(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("colocated"), COLOCATED, model=tiny_model_dir) as stack:
+        yield stack
 
 
-def _url(folder: Path, profile: str, model: Path) -> Iterator[str]:
-    stack: Running
-    with running(folder, profile, model=model) as stack:
-        yield stack.url
+@pytest.fixture(scope="package")
+def pd_url(pd_stack: Running) -> str:
+    return pd_stack.url
+
+
+@pytest.fixture(scope="package")
+def colocated_url(colocated_stack: Running) -> str:
+    return colocated_stack.url
 
 
 @pytest.fixture(params=["pd", "colocated"])
