@@ -97,6 +97,17 @@ def reshape(raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
         frequency = _column([seqs[i].params.frequency_penalty for i in rows], logits)
         presence = _column([seqs[i].params.presence_penalty for i in rows], logits)
         logits[rows] -= frequency * counts + presence * (counts > 0)
+    return _unstuck(logits, raw, seqs)
+
+
+def _unstuck(logits: torch.Tensor, raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
+    """Demands that leave a row no token at all (only a stop is allowed, and min_tokens forbids it) give way, but for
+    allowed_token_ids."""
+    stuck = (logits.amax(-1) == _NEVER).nonzero().flatten().tolist()
+    if stuck:
+        part = raw[stuck]
+        _allow(part, [seqs[i] for i in stuck])
+        logits[stuck] = part
     return logits
 
 

@@ -16,7 +16,7 @@ from tests.stack.exchange import Result, ask, by_choice, check_stream, gathered,
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EOS, MAX_LEN = 2, 4096
-A, B = 68, 69  # the tokens "a" and "b"
+A, B, Z, Q = 67, 68, 92, 83  # the tokens "a", "b", "z", "q"; "zq" is two of them
 
 Body = dict[str, Any]
 Check = Callable[[list[Result], Body], bool]
@@ -90,6 +90,12 @@ def echoes(prompt: str) -> Check:
     return holds
 
 
+def offsets_ascend(results: list[Result], body: Body) -> bool:
+    """A character's text begins with the token that makes it whole; the ones before it begin there too."""
+    offsets = body["choices"][0]["logprobs"]["text_offset"]
+    return offsets == sorted(offsets) and results[0].text == "é日é" and offsets[-1] <= 2
+
+
 FORCE_EOS = {"logit_bias": {str(EOS): 100}}
 ONLY_A = {"allowed_token_ids": [A]}
 ONLY_AB = {"allowed_token_ids": [A, B]}
@@ -136,8 +142,8 @@ ROWS = [
     completion("allowed_token_ids", lambda r, _: set(r[0].text) == {"a"}, **ONLY_A),
     completion("logit_bias", lambda r, _: set(r[0].text) == {"b"}, logit_bias={str(B): 100}),
     completion("bad_words", lambda r, _: set(r[0].text) == {"b"}, **ONLY_AB, bad_words=["a"]),
-    completion("a bad word of two tokens", lambda r, _: "ab" not in r[0].text, **ONLY_AB, bad_words=["ab"],
-               temperature=1, seed=3, max_tokens=40),
+    completion("a bad word of two tokens", lambda r, _: "z" in r[0].text and "zq" not in r[0].text,
+               allowed_token_ids=[Z, Q], bad_words=["zq"], temperature=1, seed=3, max_tokens=40),
     completion("presence_penalty counts token 0", lambda r, _: r[0].text[0] != r[0].text[1], **ONLY_AB,
                presence_penalty=2, logit_bias={str(A): 1}, max_tokens=2, prompt=[A]),
     # -- logprobs
@@ -146,8 +152,11 @@ ROWS = [
     chat("logprobs' bytes are the text", bytes_are_the_text, **says("é日x", logprobs=True)),
     completion("echo", lambda r, _: r[0].text.startswith("Once") and len(r[0].text) > 4, echo=True, ignore_eos=True),
     completion("echo alone", ends("Once", "length", None, 0), echo=True, max_tokens=0),
-    completion("echo with logprobs", echoes("Once upon a"), prompt="Once upon a", echo=True, logprobs=1),
-    completion("echo with logprobs alone", echoes("Once é日"), prompt="Once é日", echo=True, logprobs=0, max_tokens=0),
+    completion("echo with logprobs", echoes("Once upon a"), prompt="Once upon a", echo=True, logprobs=1, **ONLY_A),
+    completion("echo with logprobs alone", echoes("Once upon"), prompt="Once upon", echo=True, logprobs=0,
+               max_tokens=0),
+    completion("echo with logprobs, of tokens that are parts of characters", offsets_ascend, prompt="é日é", echo=True,
+               logprobs=0, max_tokens=0),
     # -- the rest
     completion("truncated on the left", lambda _, body: body["usage"]["prompt_tokens"] == 3, prompt="one two three",
                truncate_prompt_tokens=3),
@@ -163,7 +172,8 @@ ROWS = [
 
 
 def test_the_tokens_this_table_names(url: str) -> None:
-    assert ask(url, "/tokenize", {"prompt": "ab"}).body["tokens"] in ([A, B], [A + 0, B + 0])
+    for text, tokens in (("a", [A]), ("b", [B]), ("zq", [Z, Q])):
+        assert ask(url, "/tokenize", {"prompt": text}).body["tokens"] == tokens
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.path.split('/')[2]}: {row.name}")
@@ -184,7 +194,7 @@ def test_row(url: str, row: Row) -> None:
     assert same(gathered(chunks), results), (gathered(chunks), results)
     assert not any("usage" in chunk for chunk in chunks)
     if not any("\ufffd" in result.text for result in results):
-        assert "\ufffd" not in streamed.raw.decode().replace("\\ufffd", "\ufffd") or row.fields.get("logprobs")
+        assert "\ufffd" not in streamed.raw.decode().replace("\\ufffd", "\ufffd") or "logprobs" in row.fields
 
 
 def check_body(body: Body, path: str) -> None:
