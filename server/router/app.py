@@ -64,7 +64,7 @@ class Api:
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", guarded(self.completions), methods=["POST"]),
             Route("/v1/responses", guarded(self.responses), methods=["POST"]),
-            Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE"]),
+            Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE", "POST"]),
             Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
         ]
@@ -113,7 +113,7 @@ class Api:
             prepare, use = self._prepare.chat(request)
         except ApiError as error:
             raise renamed(error) from error
-        job = Job(request, new_id("resp"), request_id(http), "/v1/responses", model)
+        job = Job(request, new_id("resp", "_"), request_id(http), "/v1/responses", model)
         form = ResponseFormat(job, self._text, _wants_timing(http), asked, use, self._prepare.style)
         if asked.store is not False:
             form.on_done = lambda body: self._store.add([*conversation, form.as_message()], body)
@@ -125,8 +125,10 @@ class Api:
     async def kept_response(self, http: Request) -> Response:
         name = http.path_params["name"]
         kept = self._store.get(name)
-        if http.method != "DELETE":
+        if http.method == "GET":
             return json_response(kept.body)
+        if http.method == "POST":  # an action such as /compact, which is not served
+            raise ApiError(405, "Method Not Allowed")
         self._store.remove(name)
         return json_response({"id": name, "object": "response", "deleted": True})
 

@@ -127,7 +127,7 @@ class ChatFormat(Format):
         return body
 
     def _message(self, index: int, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
         calls = self._calls_of(index)
         if calls is not None:
             calls.feed(choice.text[choice.offset :])

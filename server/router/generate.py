@@ -86,8 +86,8 @@ class Job:
         return sum(record.cached_tokens for record in self.records[:: self.request.num_choices])
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
+def new_id(prefix: str, joint: str = "-") -> str:
+    return f"{prefix}{joint}{secrets.token_hex(12)}"
 
 
 class Generator:

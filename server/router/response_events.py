@@ -9,6 +9,7 @@ completed | incomplete
 A whole body is what the last event of the stream carries: it is made by the same steps.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ class ResponseFormat(Format):
 
     def _open_message(self, events: list[dict[str, Any]]) -> None:
         item: dict[str, Any] = {
-            "id": new_id("msg"),
+            "id": new_id("msg", "_"),
             "type": "message",
             "status": "in_progress",
             "role": "assistant",
@@ -108,7 +109,7 @@ class ResponseFormat(Format):
 
     def _call(self, call: CallDelta, events: list[dict[str, Any]]) -> None:
         if call.id:
-            item = {"id": new_id("fc"), "type": "function_call", "status": "in_progress"}
+            item = {"id": new_id("fc", "_"), "type": "function_call", "status": "in_progress"}
             self._begin({**item, "call_id": call.id, "name": call.name, "arguments": ""}, events)
         if call.arguments and self._open is not None:
             self._open["arguments"] += call.arguments
@@ -166,23 +167,31 @@ class ResponseFormat(Format):
             "id": job.id,
             "object": "response",
             "created_at": job.created,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
             "status": self._status,
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": asked.metadata or {},
             "model": job.model,
             "output": [_copy(item) for item in self._items],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
+            "presence_penalty": asked.presence_penalty or 0.0,
+            "frequency_penalty": asked.frequency_penalty or 0.0,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "safety_identifier": asked.safety_identifier,
+            "service_tier": "default",
+            "top_logprobs": 0,
             "reasoning": {"effort": None, "summary": None},
             "store": asked.store is not False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": asked.text or {"format": {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
+            "tools": [_full(tool) for tool in asked.tools or []],
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "usage": self._usage() if is_over else None,
@@ -201,6 +210,11 @@ class ResponseFormat(Format):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": job.prompt_tokens + job.completion_tokens,
         }
+
+
+def _full(tool: dict[str, Any]) -> dict[str, Any]:
+    """With all of its keys, as this endpoint shows a tool."""
+    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool}
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
@@ -37,6 +38,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     truncation: str | None = None
 
 
@@ -91,6 +94,8 @@ def to_chat(r: ResponsesRequest, store: Store) -> tuple[ChatRequest, list[Item]]
         max_completion_tokens=r.max_output_tokens,
         temperature=r.temperature,
         top_p=r.top_p,
+        presence_penalty=r.presence_penalty,
+        frequency_penalty=r.frequency_penalty,
         seed=r.seed,
         stream=r.stream,
         response_format=form,
