@@ -16,10 +16,10 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install model check format test test-long demo clean
+.PHONY: help install model check format test test-long test-clients demo clean
 
 help:
-	@echo "make install | model | check | format | test | test-long | demo | clean"
+	@echo "make install | model | check | format | test | test-long | test-clients | demo | clean"
 
 install: $(installed) model
 
@@ -44,10 +44,15 @@ format: $(installed)
 	$(bin)/ruff format
 
 test: $(installed)
-	$(bin)/python -m pytest -m "not slow and not gpu"
+	$(bin)/python -m pytest -m "not slow and not gpu and not clients"
 
 test-long: $(installed)
 	$(bin)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+# A venv of the caller's is used as it is: clients that it lacks are skipped.
+test-clients: $(installed)
+	test -z "$(installed)" || $(bin)/python -m pip install --quiet -e '.[clients]'
+	$(bin)/python -m pytest -m clients --timeout 300
 
 demo: install
 	$(bin)/python -P -m pdctl.demo
