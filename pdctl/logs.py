@@ -103,6 +103,8 @@ def follow(
         for follower in followers:
             yield from follower.new()
         if ended:
+            for follower in followers:
+                follower.close()
             return
         pause(0.2)
 
@@ -121,6 +123,10 @@ class _Follower:
             self._open(at_end=False)
             yield from self._drain()
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
     def _drain(self) -> Iterator[Line]:
         if self._file is None:
             return
@@ -135,8 +141,7 @@ class _Follower:
         return self._file is None or found.st_ino != _inode(self._file)
 
     def _open(self, *, at_end: bool) -> None:
-        if self._file is not None:
-            self._file.close()
+        self.close()
         self._rest = b""
         try:
             self._file = self._path.open("rb")

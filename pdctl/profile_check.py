@@ -142,8 +142,9 @@ def _problem(path: KeyPath, item: Any, origins: Mapping[KeyPath, Any]) -> Proble
         text = str(item.get("ctx", {}).get("error") or item["msg"])
         if item["type"] in ("model_type", "dict_type"):
             text = f"{dotted} is a table"
-        named = next((p for p in sorted(origins) if p[: len(path)] == path and p[-1] in text), path)
-        return Problem(f"{_place(named, origins)}{text if dotted in text else f'{dotted}: {text}'.removeprefix(': ')}")
+        named = [p for p in origins if p[: len(path)] == path and p[-1] in text]
+        first = min(named, key=lambda p: _line(p, origins), default=path)
+        return Problem(f"{_place(first, origins)}{text if dotted in text else f'{dotted}: {text}'.removeprefix(': ')}")
     verb = "is out of range" if "than" in item["type"] else "is not allowed"
     value = item["input"]
     reason = f" ({item['ctx']['error']})" if item["type"] == "value_error" else ""
@@ -169,15 +170,13 @@ def _place(path: KeyPath, origins: Mapping[KeyPath, Any]) -> str:
 
 def _nearest(path: KeyPath) -> str:
     known = {".".join(p): key for p, key in keys().items()}
-    dotted = ".".join(path)
-    # A right name in the wrong section is as likely as a slip of the fingers.
-    elsewhere = [name for name in known if name.rpartition(".")[2] == path[-1]]
-    close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75) or elsewhere
-    close = close or difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
+    sections = {p[0] for p in keys() if len(p) > 1}
+    if len(path) == 1 and (near := difflib.get_close_matches(path[0], sections, n=1)):
+        return f"did you mean {near[0]}?"
+    # A right name in the wrong section comes before a similar one in the right section.
+    close = [name for name in known if name.rpartition(".")[2] == path[-1]]
+    close = close or difflib.get_close_matches(".".join(path), known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}? ({known[close[0]].allowed})"
-    section = [name for name in known if name.startswith(f"{path[0]}.")]
-    if section:
-        return f"keys of [{path[0]}]: {', '.join(name.partition('.')[2] for name in section)}"
-    close = difflib.get_close_matches(path[0], {p[0] for p in keys()}, n=1)
-    return f"did you mean {close[0]}?" if close else "see: pdctl config schema"
+    section = [name.partition(".")[2] for name in known if name.startswith(f"{path[0]}.")]
+    return f"keys of [{path[0]}]: {', '.join(section)}" if section else "see: pdctl config schema"

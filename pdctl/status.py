@@ -31,6 +31,7 @@ def gather(stack_dir: StackDir) -> tuple[dict[str, Any], Exit]:
     supervisor, stack = _supervisor(recorded)
     states = {process.name: _state(process, stack, supervisor["state"]) for process in stack.processes}
     numbers = _numbers(stack_dir, stack) if states.get("router") == "ready" and not stack.is_over else {}
+    states |= {name: _as_routed(state, numbers.get(name, {})) for name, state in states.items()}
     processes = [_process(process, states[process.name], numbers.get(process.name, {})) for process in stack.processes]
     state, code = _verdict(stack, supervisor["state"], list(states.values()))
     value = {
@@ -78,14 +79,24 @@ def _state(process: ProcessInfo, stack: Stack, supervisor: str) -> str:
     return "frozen" if identity.is_frozen else process.state
 
 
+def _as_routed(state: str, numbers: dict[str, Any]) -> str:
+    """A process that runs is of use once the router can send it something: after a restart that takes a moment."""
+    said = numbers.get("state")
+    return state if state != "ready" or said in (None, "ready", "connected", "busy") else str(said)
+
+
 def _numbers(stack_dir: StackDir, stack: Stack) -> dict[str, dict[str, Any]]:
     """What the router knows of each process: state as it sees it, queue, running, kv."""
+    rows: dict[str, dict[str, Any]]
     try:
         state = admin(stack_dir, stack, timeout_s=0.5).get("/admin/state")
     except PdctlError as error:
         return {"router": {"unreachable": error.message}}
     router = state.get("router", {})
     rows = {"router": {"state": router.get("state"), "queue": router.get("waiting"), "running": router.get("running")}}
+    unproven = [name for name, route in state.get("routes", {}).items() if not route.get("proven")]
+    if unproven and rows["router"]["state"] == "ready":
+        rows["router"] |= {"state": "proving routes", "reason": ", ".join(unproven)}
     return rows | {str(worker.get("name")): _worker(worker) for worker in state.get("workers", [])}
 
 
@@ -106,9 +117,6 @@ def _worker(worker: dict[str, Any]) -> dict[str, Any]:
 
 
 def _process(process: ProcessInfo, state: str, numbers: dict[str, Any]) -> dict[str, Any]:
-    said = str(numbers.get("state", ""))
-    if state == "ready" and said == "frozen":
-        state = said
     last = process.exits[-1] if process.exits else None
     return {
         "name": process.name,
@@ -166,7 +174,7 @@ def show(value: dict[str, Any], style: Style) -> str:
         if process["state"] not in ("ready", "stopped") and process["last_exit"]:
             ago = duration(time.time() - process["last_exit"]["at"])
             lines.append(f"{process['name']}: {process['last_exit']['reason']}, {ago} ago (log: {process['log']})")
-        if problem := process["numbers"].get("unreachable"):
+        if problem := process["numbers"].get("unreachable") or process["numbers"].get("reason"):
             lines.append(f"{process['name']}: {problem}")
     if value["state"] in ("failed", "stopped") and value.get("reason"):
         lines.append(f"{value['state']}: {value['reason']}")

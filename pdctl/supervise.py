@@ -12,7 +12,7 @@ import msgspec
 
 from pdctl.exits import Exit, exit_of
 from pdctl.logs import JsonFormatter
-from pdctl.render import Progress
+from pdctl.render import Progress, note
 from pdctl.rundir import Order, StackDir
 from pdctl.supervisor import Emit, Supervisor
 from server.config import Config
@@ -82,6 +82,7 @@ def _sink(order: Order) -> Emit:
         if event["event"] == "ready":
             if order.progress != "json":
                 print(f"{event['url']}/v1", flush=True)
+                note("Ctrl-C stops it; pdctl status, logs and smoke from another terminal")
             _notify("READY=1")
         elif event["event"] == "draining":
             _notify("STOPPING=1")

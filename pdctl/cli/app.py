@@ -70,7 +70,9 @@ def options(
 
 
 def _load_commands() -> None:
-    """In the order of the help."""
+    """In the order of the help; once a process."""
+    if app.registered_commands:
+        return
     from pdctl.cli import profiles, run, stack, talk
 
     for module in (run, stack, talk, profiles):

@@ -1,5 +1,7 @@
 """A stack of fake processes in a state folder of its own, driven through the real command line."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -8,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import psutil
 import pytest
 
+from pdctl.cli import main
+from pdctl.down import take_down
 from pdctl.process import RUN_ID, environment
 from pdctl.rundir import Stack, StackDir
 
@@ -41,6 +46,11 @@ def until(condition: Callable[[], Any], what: str = "", timeout_s: float = DEADL
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
         time.sleep(0.02)
     return value
+
+
+class Answer(NamedTuple):
+    stdout: str
+    stderr: str
 
 
 class Box:
@@ -72,16 +82,21 @@ class Box:
         pipe = subprocess.PIPE
         return subprocess.Popen(argv, env=self.env, cwd=self.folder, stdout=pipe, stderr=pipe, text=True)
 
-    def __call__(self, *arguments: str, expect: int = 0, timeout_s: float = 30.0) -> "subprocess.CompletedProcess[str]":
-        """A command that ends, with the exit code it is expected to have."""
-        argv = [sys.executable, "-P", "-m", "pdctl", *arguments]
-        done = subprocess.run(
-            argv, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-        assert done.returncode == expect, f"exit {done.returncode}, expected {expect}\n{done.stdout}\n{done.stderr}"
-        return done
+    def __call__(self, *arguments: str, expect: int = 0) -> Answer:
+        """A command that ends, with the exit code it is expected to have. In this process, for Python starts slowly; a
+        supervisor that it starts is a process of its own all the same."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            mock.patch.dict(os.environ, self.env, clear=True),
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = main(arguments)
+        assert code == expect, f"exit {code}, expected {expect}\n{out.getvalue()}\n{err.getvalue()}"
+        return Answer(out.getvalue(), err.getvalue())
 
-    def up(self, *arguments: str, expect: int = 0) -> "subprocess.CompletedProcess[str]":
+    def up(self, *arguments: str, expect: int = 0) -> Answer:
         return self("up", str(self.profile), "-d", *arguments, expect=expect)
 
     @property
@@ -105,17 +120,17 @@ class Box:
 
     def starts(self, name: str) -> int:
         file = self.dir.path / f"starts.{name}"
-        return int(file.read_text()) if file.exists() else 0
+        return int((file.read_text() if file.exists() else "") or 0)  # it may be caught while it is written
 
     def log(self, name: str) -> str:
         file = self.dir.log(name)
         return file.read_text() if file.exists() else ""
 
     def status(self, expect: int) -> dict[str, Any]:
-        """`pdctl status --json`, which has two seconds whatever is dead (and half of one to start Python here)."""
+        """`pdctl status --json`, which has two seconds whatever is dead."""
         started = time.monotonic()
         value: dict[str, Any] = json.loads(self("status", "box", "--json", expect=expect).stdout)
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 2.0
         return value
 
     def left(self) -> list[int]:
@@ -134,12 +149,6 @@ def box(tmp_path: Path) -> Iterator[Box]:
     it = Box(tmp_path)
     yield it
     if it.root.exists():
-        subprocess.run(
-            [sys.executable, "-P", "-m", "pdctl", "down", "box", "--force"],
-            env=it.env,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
+        take_down(it.dir, lambda _: None, is_forced=True)
     for pid in it.left():
         os.kill(pid, signal.SIGKILL)

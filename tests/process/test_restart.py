@@ -95,6 +95,18 @@ def test_a_frozen_worker_is_called_frozen(box: Box) -> None:
     assert "got SIGTERM" in box.log("decode-0")
 
 
+def test_ready_means_that_the_router_can_use_it(box: Box) -> None:
+    """A restarted worker says ready before the router has found it again."""
+    box.script(router={"no_worker_while": str(box.file("lost"))})
+    box.up()
+    box.file("lost").touch()
+    value = box.status(Exit.DEGRADED)
+    assert next(p["state"] for p in value["processes"] if p["name"] == "router") == "no worker"
+    box("wait", "--for", "ready", "--timeout", "0.2s", expect=Exit.TIMEOUT)
+    box.file("lost").unlink()
+    box("wait", "--for", "ready", "--timeout", "5s")
+
+
 def test_after_max_restarts_it_stays_dead_and_the_rest_goes_on(box: Box) -> None:
     box.script(decode_0={"starts": [{}, {"crash": "again"}]})
     box.up()

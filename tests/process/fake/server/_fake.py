@@ -2,7 +2,7 @@
 
 The script is a JSON file named by FAKE_SCRIPT: {process name: {"stages": [[name, share]], "error": "...", "help": "",
 "crash": "text", "starts": [{...}, ...] (one a start), "wait_for": path, "drain_until": path, "ignore_term": true,
-"child": true}}. Waiting for a file instead of a time lets a test hold a process at a point.
+"child": true, "no_worker_while": path}}. Waiting for a file instead of a time lets a test hold a process at a point.
 """
 
 import argparse

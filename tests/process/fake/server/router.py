@@ -25,9 +25,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             else:
                 load = {"waiting": 1, "running": 2, "blocks_total": 100, "blocks_used": 40}
                 workers = [{"name": name, "state": "connected", "load": load} for name in self.fake.boot["addresses"]]
-                self._answer(200, {"router": {"state": "ready", "waiting": 3, "running": 4}, "workers": workers})
+                self._answer(200, {"router": {"state": self._state(), "waiting": 3, "running": 4}, "workers": workers})
         else:
             self._answer(404, {"error": {"message": "no such page"}})
+
+    def _state(self):
+        file = self.fake.plan.get("no_worker_while")
+        return "no worker" if file and Path(file).exists() else "ready"
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
