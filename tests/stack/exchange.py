@@ -106,7 +106,7 @@ def gathered(chunks: list[dict[str, Any]]) -> list[Result]:
                 parts[-1]["finish_reason"],
                 parts[-1]["stop_reason"],
                 *_logprobs([part["logprobs"] for part in parts]),
-                sum(ids, []) if ids else None,
+                [i for part in ids for i in part] if ids else None,
             )
         )
     return results

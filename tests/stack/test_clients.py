@@ -1,4 +1,4 @@
-"""Clients that people have, against live stacks: `make test-clients` installs them; one that is not there is skipped."""
+"""Clients that people have, against live stacks. `make test-clients` installs them; one that is missing is skipped."""
 
 import json
 import os
@@ -99,8 +99,8 @@ runner.on("content", (delta) => (text += delta));
 const final = await runner.finalChatCompletion();
 if (final.choices[0].message.content !== whole.choices[0].message.content) throw new Error("stream differs");
 if (text !== whole.choices[0].message.content) throw new Error("deltas differ");
-const tools = [{ type: "function", function: { name: "f", parameters: { type: "object", properties: { a: { enum: ["x"] } },
-  required: ["a"], additionalProperties: false } } }];
+const parameters = { type: "object", properties: { a: { enum: ["x"] } }, required: ["a"], additionalProperties: false };
+const tools = [{ type: "function", function: { name: "f", parameters } }];
 const calls = client.chat.completions.stream({ model: "m", messages, tools, tool_choice: "required",
   parallel_tool_calls: false, max_tokens: 200 });
 const called = await calls.finalChatCompletion();

@@ -71,7 +71,7 @@ def logprobs_are_of(count: int) -> Check:
 
 def bytes_are_the_text(results: list[Result], body: Body) -> bool:
     entries = body["choices"][0]["logprobs"]["content"]
-    return bytes(sum((entry["bytes"] for entry in entries), [])).decode() == results[0].text
+    return b"".join(bytes(entry["bytes"]) for entry in entries).decode() == results[0].text
 
 
 def echoes(prompt: str) -> Check:
