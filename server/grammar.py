@@ -47,8 +47,12 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def json_grammar(schema: Any, *, lenient: bool = False) -> str:
-    """Of a JSON schema. `lenient` passes over keywords that llguidance does not know."""
-    text = json.dumps(schema)
+    """Of a JSON schema. `lenient` passes over keywords that llguidance does not know. Raises ValueError, also for a
+    schema that is nested too deeply; most of what may be wrong with one is found by `check` only."""
+    try:
+        text = json.dumps({} if schema is True else schema)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE, "lenient": lenient})
 
 
@@ -90,7 +94,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
-        self._limits = LLParserLimits(verbose_errors=False)
+        # A worker's step waits for the first mask, and so does everybody in it: with the default fuel
+        # `a{1000}{1000}{1000}` took it 5 s, with this 0.2.
+        self._limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=100_000)
 
     @property
     def mask_bytes(self) -> int:
@@ -101,7 +107,11 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR:
             return f"larger than {MAX_GRAMMAR} bytes"
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary(), limits=self._limits)
-        return " ".join(messages[0].split()) if is_error else ""
+        if is_error:
+            return " ".join(messages[0].split())
+        first = self.matcher(grammar)
+        first.mask([])  # what is too costly shows here rather than in a worker
+        return " ".join(first.error.split())
 
     def mask(self, seq: Sequence) -> bytes:
         """What may be sampled next for `seq`."""

@@ -59,18 +59,25 @@ def _response_format(form: dict[str, Any] | None) -> str:
     if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict | bool):
         raise refused("response_format", "json_schema.schema must be a JSON schema")
     # Without strict, what of the schema can be held to is; with it, all of it must be.
-    return json_grammar(inner["schema"], lenient=inner.get("strict") is not True)
+    return _of_schema("response_format", inner["schema"], lenient=inner.get("strict") is not True)
 
 
 def _json(field: str, value: Any) -> str:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise refused(field, "the schema is not valid JSON") from error
     if not isinstance(value, dict | bool):
         raise refused(field, "the schema must be an object")
-    return json_grammar(value)
+    return _of_schema(field, value)
+
+
+def _of_schema(field: str, schema: Any, *, lenient: bool = False) -> str:
+    try:
+        return json_grammar(schema, lenient=lenient)
+    except ValueError as error:
+        raise refused(field, f"the schema: {error}") from error
 
 
 def _json_object(field: str, value: Any) -> str:

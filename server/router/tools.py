@@ -58,8 +58,15 @@ class ToolUse:
         for i, function in enumerate(functions):
             head = quote(f'{{"name": {json.dumps(function["name"])}, "{_KEY[style]}": ')
             lines.append(f'call{i}: {head} args{i} "}}"')
-            lines.append(f"args{i}: %json {json.dumps(_schema(function))}")
+            lines.append(f"args{i}: %json {_dumped(_schema(function))}")
         return lark_grammar("\n".join(lines))
+
+
+def _dumped(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise bad_request("tools", "tools: a schema is nested too deeply") from error
 
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
