@@ -67,7 +67,7 @@ class FusedForward:
         residual, attended = self._model.forward(torch.tensor(meta.token_ids, device=self._device))
         if not keep:
             return None
-        if len(keep) < len(meta.token_ids):
+        if keep != list(range(len(meta.token_ids))):
             kept = torch.tensor(keep, device=self._device)
             residual, attended = residual[kept], attended[kept]
         return self._model.finish(attended, residual)
