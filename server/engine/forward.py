@@ -19,8 +19,8 @@ from server.errors import StartError
 
 class Forward(Protocol):
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
-        """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, valid until the next step;
-        None if `keep` is empty, and then the KV is in the pool."""
+        """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, in the order of `keep`,
+        valid until the next step; None if `keep` is empty, and then the KV is in the pool."""
         ...
 
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
