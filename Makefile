@@ -16,10 +16,10 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install model check format test test-long test-gpu bench-engine demo clean
+.PHONY: help install model check format test test-long test-gpu test-clients bench-engine demo clean
 
 help:
-	@echo "make install | model | check | format | test | test-long | test-gpu | bench-engine | demo | clean"
+	@echo "make install | model | check | format | test | test-long | test-gpu | test-clients | bench-engine | demo | clean"
 
 install: $(installed) model
 
@@ -44,7 +44,7 @@ format: $(installed)
 	$(bin)/ruff format
 
 test: $(installed)
-	$(bin)/python -m pytest -m "not slow and not gpu"
+	$(bin)/python -m pytest -m "not slow and not gpu and not clients"
 
 test-long: $(installed)
 	$(bin)/python -m pytest -m "slow and not gpu" --timeout 1800
@@ -52,6 +52,11 @@ test-long: $(installed)
 # On a machine with a CUDA device and the extra `cuda`.
 test-gpu: $(installed)
 	$(bin)/python -m pytest -m gpu --timeout 600
+
+# A venv of the caller's is used as it is: clients that it lacks are skipped.
+test-clients: $(installed)
+	test -z "$(installed)" || $(bin)/python -m pip install --quiet -e '.[clients]'
+	$(bin)/python -m pytest -m clients --timeout 300
 
 bench-engine: $(installed)
 	$(bin)/python bench/engine.py --profile

@@ -51,6 +51,7 @@ CPU_TOKENS = 256
 GPU_BUDGET = 2048
 GPU_CHUNK = 1024
 AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
+Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
 
@@ -76,6 +77,10 @@ class Router(Section):
     policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
     queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
     request_timeout: Seconds = 600.0
+    key_max_requests: int = Field(0, ge=0, le=65536, description="requests in flight that one API key may have; 0: any")
+    cors_origins: list[Origin] = Field(
+        default_factory=list, description="origins whose pages may call, exactly as a browser names them"
+    )
     keepalive_s: Seconds = 0.0
 
 

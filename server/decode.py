@@ -273,6 +273,8 @@ class DecodeWorker(Worker[DecodeEntry]):
         if state is SeqState.RECEIVING:
             if verified is None and not entry.is_covered:
                 verified = self.receiver.revoke(entry.id)
+            if entry.token0 is None and entry.seq.params.num_prompt_logprobs >= 0:
+                verified = 0  # what prefill has read of the prompt's logprobs is lost with it
             with self.engine.lock:
                 self.engine.scheduler.recompute(entry.id, verified, entry.token0)
         elif state is SeqState.EXPECTED:

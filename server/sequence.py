@@ -42,6 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()
     num_logprobs: int = -1  # -1 = none; 0 = the sampled token's only; n = with the n most likely
+    num_prompt_logprobs: int = -1  # the same, of the prompt's own tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
+    grammar: str = ""  # what the output must match, as `server.grammar` has it
 
     @property
     def is_greedy(self) -> bool:
@@ -49,11 +52,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token. `top` holds (token id, logprob), most likely first."""
+    """One sampled token. `top` holds (token id, logprob), most likely first. Of token 0, `prompt` holds the prompt's
+    own tokens from the second on, if their logprobs were asked for."""
 
     id: int
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    prompt: "tuple[Token, ...]" = ()
 
 
 class SeqState(Enum):
@@ -65,7 +70,7 @@ class SeqState(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """`num_computed` of the first `num_tokens` known tokens have their KV in the blocks of `block_table`."""
 

@@ -19,8 +19,8 @@ from server.errors import StartError
 
 class Forward(Protocol):
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
-        """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, valid until the next step;
-        None if `keep` is empty, and then the KV is in the pool."""
+        """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, in the order of `keep`,
+        valid until the next step; None if `keep` is empty, and then the KV is in the pool."""
         ...
 
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
@@ -67,7 +67,7 @@ class FusedForward:
         residual, attended = self._model.forward(torch.tensor(meta.token_ids, device=self._device))
         if not keep:
             return None
-        if len(keep) < len(meta.token_ids):
+        if keep != list(range(len(meta.token_ids))):
             kept = torch.tensor(keep, device=self._device)
             residual, attended = residual[kept], attended[kept]
         return self._model.finish(attended, residual)

@@ -163,7 +163,7 @@ class CudaForward:
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         self._attention.wait()
         size = _bucket(self._decodes, len(meta.token_ids)) if len(meta.token_ids) == meta.num_decode else 0
-        if size and len(keep) == meta.num_decode:
+        if size and keep == list(range(meta.num_decode)):
             return self._decode(meta, size)
         self._next = None
         return self._other(meta, keep)

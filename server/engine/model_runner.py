@@ -21,9 +21,11 @@ from server.engine.forward import Forward, make_forward, require_cuda
 from server.engine.fused import FusedWeights
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.packed_linear import can_pack, pack_linears
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.sampler import Sampler
 from server.engine.selfcheck import check_logits, check_sequence, eager_logits
 from server.errors import ModelError, StartError
+from server.grammar import Grammars
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,8 @@ class ModelRunner:
         self._model: Any = None
         self._weights: FusedWeights | None = None
         self._forward: Forward
-        self._sampler = Sampler()
+        self._prompt_logprobs = PromptLogprobs()
+        self._sampler = Sampler(Grammars(self.folder, self.vocab_size))
 
     # -- load ---------------------------------------------------------------------------------------------------------
 
@@ -198,13 +201,22 @@ class ModelRunner:
         ordered = [slices[i] for i in order]
         sampling = [row for row, s in enumerate(ordered) if s.samples]
         meta = BatchMeta.build(ordered, self.spec.block_size)
-        logits = self._forward.logits(meta, [meta.query_starts[row + 1] - 1 for row in sampling])
+        reading = self._prompt_logprobs.rows(ordered, meta.query_starts)
+        last = [meta.query_starts[row + 1] - 1 for row in sampling]
+        logits = self._forward.logits(meta, last + [row.flat for row in reading])
+        if logits is not None and reading:
+            self._prompt_logprobs.add(reading, logits[len(last) :])
         tokens: list[Token | None] = [None] * len(slices)
-        if logits is not None:
-            sampled = self._sampler.sample(logits, [ordered[row].seq for row in sampling])
+        if logits is not None and last:
+            sampled = self._sampler.sample(logits[: len(last)], [ordered[row].seq for row in sampling])
             for row, token in zip(sampling, sampled, strict=True):
-                tokens[order[row]] = token
+                tokens[order[row]] = self._with_prompt(ordered[row].seq, token)
         return tokens
+
+    def _with_prompt(self, seq: Sequence, token: Token) -> Token:
+        if seq.params.num_prompt_logprobs < 0 or seq.output:
+            return token
+        return Token(token.id, token.logprob, token.top, self._prompt_logprobs.take(seq))
 
     def _all_logits(self, slices: list[Slice]) -> torch.Tensor:
         meta = BatchMeta.build(slices, self.spec.block_size)

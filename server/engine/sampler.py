@@ -1,9 +1,10 @@
 """From logits to tokens, vectorised over the rows of a step.
 
-Order, as in vLLM: allowed_token_ids, min_tokens, logit_bias, penalties (repetition over prompt and output, then
-frequency and presence over the output), temperature, min_p, top_k, top_p. Values tied with the last one that top_k or
-top_p keeps are kept too. Logprobs are of the model's own distribution, as OpenAI and vLLM report them: log_softmax of
-the raw logits, before all of that.
+Order, as in vLLM: allowed_token_ids, min_tokens, bad_words, logit_bias, penalties (repetition over prompt and output,
+then frequency and presence over the output), temperature, min_p, top_k, top_p. Values tied with the last one that
+top_k or top_p keeps are kept too. A grammar has the last word before temperature: where all the others together leave a
+row none of the tokens it allows, it alone counts. Logprobs are of the model's own distribution, as OpenAI and vLLM
+report them: log_softmax of the raw logits, before all of that.
 
 A draw is the inverse of the cumulative distribution, in token order, at one number in [0, 1) that `uniform` derives
 from (seed, output index). So a token depends on its logits and its own request only: not on the rest of the batch, the
@@ -15,6 +16,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from server.grammar import Grammars
 from server.sequence import SamplingParams, Sequence, Token
 
 _MASK64 = (1 << 64) - 1
@@ -42,7 +44,9 @@ def is_plain_greedy(params: SamplingParams) -> bool:
 
 def _is_reshaped(params: SamplingParams) -> bool:
     return bool(
-        params.allowed_token_ids
+        params.grammar
+        or params.bad_words
+        or params.allowed_token_ids
         or params.min_tokens
         or params.logit_bias
         or params.repetition_penalty != 1.0
@@ -52,7 +56,10 @@ def _is_reshaped(params: SamplingParams) -> bool:
 
 
 class Sampler:
-    """Stateless: what a row needs is in its Sequence."""
+    """What a row needs is in its Sequence; `grammars` keeps what can be rebuilt from it."""
+
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self._grammars = grammars
 
     def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> list[Token]:
         """[rows, vocab] logits of any float dtype, one row a sequence -> one Token each. `logits` is not changed."""
@@ -60,12 +67,14 @@ class Sampler:
             return [Token(i) for i in logits.argmax(-1).tolist()]
         raw = logits.float()
         shaped = reshape(raw, seqs)
+        if self._grammars is not None:
+            shaped = bind(shaped, raw, seqs, self._grammars)
         chosen = shaped.argmax(-1)
         drawn = [i for i, s in enumerate(seqs) if not s.params.is_greedy]
         if drawn:
             rows = shaped if len(drawn) == len(seqs) else shaped[drawn]
             chosen[drawn] = draw(rows, [seqs[i] for i in drawn])
-        return _with_logprobs(raw, chosen, seqs)
+        return with_logprobs(raw, chosen, [s.params.num_logprobs for s in seqs])
 
 
 # -- reshaping: constraints, bias, penalties --------------------------------------------------------------------------
@@ -79,6 +88,7 @@ def reshape(raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
     vocab = logits.shape[1]
     _allow(logits, seqs)
     _put(logits, seqs, lambda s: [(t, _NEVER) for t in _unripe_stops(s)], accumulate=False)
+    _put(logits, seqs, lambda s: [(t, _NEVER) for t in _bad_ends(s)], accumulate=False)
     _put(logits, seqs, lambda s: list(s.params.logit_bias.items()), accumulate=True)
     _repetition(logits, seqs)
     rows = [i for i, s in enumerate(seqs) if s.output and (s.params.frequency_penalty or s.params.presence_penalty)]
@@ -87,6 +97,17 @@ def reshape(raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
         frequency = _column([seqs[i].params.frequency_penalty for i in rows], logits)
         presence = _column([seqs[i].params.presence_penalty for i in rows], logits)
         logits[rows] -= frequency * counts + presence * (counts > 0)
+    return _unstuck(logits, raw, seqs)
+
+
+def _unstuck(logits: torch.Tensor, raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
+    """Demands that leave a row no token at all (only a stop is allowed, and min_tokens forbids it) give way, but for
+    allowed_token_ids."""
+    stuck = (logits.amax(-1) == _NEVER).nonzero().flatten().tolist()
+    if stuck:
+        part = raw[stuck]
+        _allow(part, [seqs[i] for i in stuck])
+        logits[stuck] = part
     return logits
 
 
@@ -101,6 +122,16 @@ def _allow(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
 
 def _unripe_stops(seq: Sequence) -> tuple[int, ...]:
     return seq.params.stop_token_ids if len(seq.output) < seq.params.min_tokens else ()
+
+
+def _bad_ends(seq: Sequence) -> list[int]:
+    """Tokens that would complete a bad word."""
+    output = seq.output
+    return [
+        word[-1]
+        for word in seq.params.bad_words
+        if len(word) <= len(output) + 1 and (len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1])
+    ]
 
 
 def _put(
@@ -144,6 +175,23 @@ def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
 
 def _index(values: Iterable[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.long, device=like.device)
+
+
+def bind(shaped: torch.Tensor, raw: torch.Tensor, seqs: Rows[Sequence], grammars: Grammars) -> torch.Tensor:
+    """Takes from each row with a grammar all tokens that the grammar does not allow there."""
+    rows = [i for i, s in enumerate(seqs) if s.params.grammar]
+    if not rows:
+        return shaped
+    # Packed as it comes, so that one small copy goes to the device; it is spread out there.
+    packed = torch.frombuffer(bytearray(b"".join(grammars.mask(seqs[i]) for i in rows)), dtype=torch.uint8)
+    packed = packed.view(len(rows), -1).to(raw.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    forbidden = ((packed.unsqueeze(-1) >> bits) & 1).view(len(rows), -1)[:, : raw.shape[1]] == 0
+    part = shaped[rows].masked_fill(forbidden, _NEVER)
+    stuck = part.amax(-1, keepdim=True) == _NEVER
+    bound = shaped.clone()
+    bound[rows] = torch.where(stuck, raw[rows].masked_fill(forbidden, _NEVER), part)
+    return bound
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -202,17 +250,18 @@ def _nucleus(scaled: torch.Tensor, head: torch.Tensor, edge: torch.Tensor, top_p
 # -- logprobs ---------------------------------------------------------------------------------------------------------
 
 
-def _with_logprobs(raw: torch.Tensor, chosen: torch.Tensor, seqs: Rows[Sequence]) -> list[Token]:
+def with_logprobs(raw: torch.Tensor, chosen: torch.Tensor, num_logprobs: Rows[int]) -> list[Token]:
+    """The chosen token of each row with as many of the likeliest as its entry says; -1 = no logprob at all."""
     tokens = [Token(i) for i in chosen.tolist()]
-    rows = [i for i, s in enumerate(seqs) if s.params.num_logprobs >= 0]
+    rows = [i for i, wanted in enumerate(num_logprobs) if wanted >= 0]
     if not rows:
         return tokens
     logprobs = raw[rows].log_softmax(-1)
     own = logprobs.gather(1, chosen[rows].unsqueeze(1)).squeeze(1).tolist()
-    most = max(seqs[i].params.num_logprobs for i in rows)
+    most = max(num_logprobs)
     values, ids = logprobs.topk(min(most, raw.shape[1]), -1)
     for row, logprob, top_ids, top_values in zip(rows, own, ids.tolist(), values.tolist(), strict=True):
-        wanted = seqs[row].params.num_logprobs
+        wanted = num_logprobs[row]
         top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
         tokens[row] = Token(tokens[row].id, logprob, top)
     return tokens

@@ -293,7 +293,7 @@ class Scheduler:
 
     def _end_reason(self, seq: Sequence) -> str:
         params, num_output = seq.params, len(seq.output)
-        if num_output >= params.min_tokens and seq.output[-1] in params.stop_token_ids:
+        if num_output > params.min_tokens and seq.output[-1] in params.stop_token_ids:
             return "stop"
         # A prefill half ends by the decode side's pool, which may be larger.
         max_len = self.limits.max_len if seq.needs_grant else min(self.limits.max_len, self._tables.capacity)

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from server import logs
 from server.boot import Boot, Status
 from server.errors import PdctlError, StartError
+from server.router.protocol import Protocol
 from server.router.stack import Stack
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class HttpServer(uvicorn.Server):
         return cls(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,

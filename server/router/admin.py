@@ -21,7 +21,8 @@ from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request, unavailable
 from server.router.gauges import samples
-from server.router.http import Keys, json_response
+from server.router.http import json_response
+from server.router.keys import Keys
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi

@@ -20,9 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.router import checks, openai
+from server.router.chat import ChatFormat
 from server.router.errors import ApiError, bad_request
-from server.router.generate import Generator, Job, lengths, new_id
+from server.router.generate import Generator, Job, new_id
 from server.router.http import (
+    KV_HEADER,
     EventStream,
     close_stream,
     error_response,
@@ -32,13 +34,16 @@ from server.router.http import (
     tenant,
     until_disconnect,
 )
-from server.router.render import DONE, ChatFormat, CompletionFormat, Format, event
+from server.router.prepare import Prepare, Preparer
+from server.router.render import DONE, CompletionFormat, Format
+from server.router.response_events import ResponseFormat
+from server.router.responses import ResponsesRequest, Store, renamed, to_chat
 from server.router.text import Text
+from server.router.tools import ToolUse
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-KV_HEADER = "x-pdctl-kv"
 _INTERNAL = ApiError(500, "internal error", kind="server_error", code="internal_error")
 
 
@@ -47,6 +52,8 @@ class Api:
 
     def __init__(self, text: Text, generator: Generator, names: list[str], keepalive_s: float = 0.0) -> None:
         self._text = text
+        self._prepare = Preparer(text)
+        self._store = Store()
         self._generator = generator
         self._names = names
         self._keepalive_s = keepalive_s
@@ -58,6 +65,8 @@ class Api:
             Route("/v1/models/{name:path}", guarded(self.model)),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", guarded(self.completions), methods=["POST"]),
+            Route("/v1/responses", guarded(self.responses), methods=["POST"]),
+            Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE", "POST"]),
             Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
         ]
@@ -87,59 +96,48 @@ class Api:
     async def chat(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.ChatRequest)
         model = self._find(request.model)
-        checks.check_common(request, self._text.vocab_size)
-        checks.check_chat(request)
-        resume = bool(request.continue_final_message)
-        messages = checks.read_messages(request.messages, resume=resume, generation=request.add_generation_prompt)
-
-        async def prepare(job: Job) -> None:
-            rendered = await self._text.render_chat(
-                messages,
-                generation=not resume and request.add_generation_prompt is not False,
-                resume=resume,
-                extra=checks.read_kwargs(request.chat_template_kwargs),
-            )
-            job.prompts = [await self._encode(request, rendered, "messages", bool(request.add_special_tokens))]
-            job.max_tokens = lengths(job, self._text.max_len, "messages")
-            if request.echo:
-                job.echoes = [messages[-1]["content"]]
-
-        job = _job(http, request, "chatcmpl", "/v1/chat/completions", model)
-        return await self._answer(http, job, prepare, ChatFormat(job, self._text, _wants_timing(http)))
+        prepare, use = self._prepare.chat(request)
+        job = _job(http, request, new_id("chatcmpl"), "/v1/chat/completions", model)
+        return await self._answer(http, job, prepare, self._chat_format(job, use, http))
 
     async def completions(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.CompletionRequest)
         model = self._find(request.model)
-        checks.check_common(request, self._text.vocab_size)
-        checks.check_completion(request)
-        prompts = openai.read_prompts(request.prompt)
-        checks.check_prompts(prompts, request.num_choices, self._text.vocab_size)
-
-        async def prepare(job: Job) -> None:
-            special = request.add_special_tokens is not False
-            job.prompts = [await self._encode(request, prompt, "prompt", special) for prompt in prompts]
-            job.max_tokens = lengths(job, self._text.max_len, "prompt")
-            if request.echo:
-                job.echoes = [p if isinstance(p, str) else self._text.decode(p, skip_special=False) for p in prompts]
-
-        job = _job(http, request, "cmpl", "/v1/completions", model)
+        prepare = self._prepare.completions(request)
+        job = _job(http, request, new_id("cmpl"), "/v1/completions", model)
         return await self._answer(http, job, prepare, CompletionFormat(job, self._text, _wants_timing(http)))
 
-    async def _encode(self, request: openai.Request, prompt: str | list[int], param: str, special: bool) -> list[int]:
-        cut = request.truncate_prompt_tokens
-        if isinstance(prompt, str):
-            limit = self._text.max_len if cut is None else None
-            prompt = await self._text.encode(prompt, param, special=special, limit=limit)
-        if not prompt:
-            raise bad_request(param, f"{param}: no tokens in it")
-        if cut is None:
-            return prompt
-        keep = max(1, self._text.max_len - (request.limit or 1)) if cut == -1 else cut
-        return prompt[:keep] if request.truncation_side == "right" else prompt[-keep:]
+    async def responses(self, http: Request) -> Response:
+        asked = openai.decode(await read_body(http), ResponsesRequest)
+        model = self._find(asked.model)
+        try:
+            request, conversation = to_chat(asked, self._store)
+            prepare, use = self._prepare.chat(request)
+        except ApiError as error:
+            raise renamed(error) from error
+        job = _job(http, request, new_id("resp", "_"), "/v1/responses", model)
+        form = ResponseFormat(job, self._text, _wants_timing(http), asked, use, self._prepare.style)
+        if asked.store is not False:
+            form.on_done = lambda body: self._store.add([*conversation, form.as_message()], body)
+        try:
+            return await self._answer(http, job, prepare, form)
+        except ApiError as error:
+            raise renamed(error) from error
 
-    async def _answer(
-        self, http: Request, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format
-    ) -> Response:
+    async def kept_response(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        kept = self._store.get(name)
+        if http.method == "GET":
+            return json_response(kept.body)
+        if http.method == "POST":  # an action such as /compact, which is not served
+            raise ApiError(405, "Method Not Allowed")
+        self._store.remove(name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    def _chat_format(self, job: Job, use: ToolUse | None, http: Request) -> ChatFormat:
+        return ChatFormat(job, self._text, _wants_timing(http), use, self._prepare.style)
+
+    async def _answer(self, http: Request, job: Job, prepare: Prepare, form: Format) -> Response:
         if not job.request.stream:
             body = await until_disconnect(http.receive, self._whole(job, prepare, form))
             return json_response(body, headers=_handle(job))
@@ -154,14 +152,14 @@ class Api:
             raise
         return EventStream(first, events, self._keepalive_s, _handle(job))
 
-    async def _whole(self, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format) -> bytes:
+    async def _whole(self, job: Job, prepare: Prepare, form: Format) -> bytes:
         async with aclosing(self._generator.outputs(job, prepare)) as outputs:
             async for output in outputs:
                 form.add(output)
         return form.body()
 
     async def _events(
-        self, job: Job, prepare: Callable[[Job], Awaitable[None]], form: Format, late: asyncio.Event
+        self, job: Job, prepare: Prepare, form: Format, late: asyncio.Event
     ) -> AsyncGenerator[bytes, None]:
         """Ends with [DONE]. Raises what comes before the first event, unless it is `late`: the response has begun."""
         try:
@@ -174,7 +172,7 @@ class Api:
         except Exception as error:
             if not late.is_set():
                 raise
-            yield event(_as_api_error(error).body)
+            yield form.error_event(_as_api_error(error))
         yield DONE
 
     # the tokenizer
@@ -182,23 +180,7 @@ class Api:
     async def tokenize(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.TokenizeRequest)
         self._find(request.model)
-        if request.chat_template is not None:
-            raise bad_request("chat_template", "chat_template: this server does not take one from requests")
-        if request.messages is not None:
-            resume, generation = bool(request.continue_final_message), request.add_generation_prompt
-            messages = checks.read_messages(request.messages, resume=resume, generation=generation)
-            text = await self._text.render_chat(
-                messages,
-                generation=not resume and generation is not False,
-                resume=resume,
-                extra=checks.read_kwargs(request.chat_template_kwargs),
-            )
-            ids = await self._text.encode(text, "messages", special=bool(request.add_special_tokens))
-        elif request.prompt is not None:
-            special = request.add_special_tokens is not False
-            ids = await self._text.encode(request.prompt, "prompt", special=special)
-        else:
-            raise bad_request("prompt", "prompt: give prompt or messages")
+        ids = await self._prepare.tokens(request)
         body: dict[str, Any] = {"count": len(ids), "max_model_len": self._text.max_len, "tokens": ids}
         body["token_strs"] = self._text.names(ids) if request.return_token_strs else None
         return json_response(body)
@@ -253,10 +235,10 @@ async def _unhandled(_: Request, error: Exception) -> Response:
     return error_response(_as_api_error(error))
 
 
-def _job(http: Request, request: openai.Request, prefix: str, endpoint: str, model: str) -> Job:
+def _job(http: Request, request: openai.Request, name: str, endpoint: str, model: str) -> Job:
     return Job(
         request,
-        new_id(prefix),
+        name,
         request_id(http),
         endpoint,
         model,

@@ -8,7 +8,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -62,6 +62,10 @@ class Plan:
     @property
     def path(self) -> str:
         return "resident" if self.num_resident else self.route.path
+
+    def again(self) -> "Plan":
+        """For one more output of the same prompt, once it is read: next to nothing of it is left to read."""
+        return replace(self, num_to_read=1, num_uncached=1)
 
 
 class Attempt:

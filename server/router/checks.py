@@ -4,6 +4,7 @@ Each check raises ApiError 400 with `param` set to the field. Nothing here chang
 messages as a template wants them.
 """
 
+import json
 import math
 from typing import Any
 
@@ -25,6 +26,27 @@ MAX_STOP_CHARS = 1024
 _NO_KWARGS = frozenset(("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "return_dict"))
 _NO_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 _NO_KWARGS |= {"padding", "truncation", "max_length", "return_tensors"}
+
+
+def read_calls(i: int, calls: Any) -> list[dict[str, Any]]:
+    """An earlier turn's tool calls, arguments as objects: so templates want them."""
+    if not isinstance(calls, list):
+        raise bad_request("messages", f"messages[{i}].tool_calls: must be a list")
+    return [_call(i, call) for call in calls]
+
+
+def _call(i: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request("messages", f"messages[{i}].tool_calls: each needs function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise bad_request("messages", f"messages[{i}].tool_calls: arguments must be JSON") from error
+    shaped = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    return {"id": call.get("id"), "type": "function", "function": shaped}
 
 
 def _number(name: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
@@ -63,7 +85,10 @@ def check_common(request: Request, vocab_size: int) -> None:
         raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens: must be -1 or at least 1")
     if r.truncation_side not in (None, "left", "right"):
         raise bad_request("truncation_side", "truncation_side: must be left or right")
-    _check_unserved(r)
+    _check_bad_words(r)
+    _number("prompt_logprobs", r.prompt_logprobs, -1, MAX_LOGPROBS)
+    if r.prompt_logprobs is not None and r.stream:
+        raise bad_request("prompt_logprobs", "prompt_logprobs: not with stream=true")
 
 
 def _check_stops(r: Request) -> None:
@@ -87,16 +112,12 @@ def check_prompts(prompts: list[str] | list[list[int]], n: int, vocab_size: int)
             check_ids("prompt", ids, vocab_size)
 
 
-def _check_unserved(r: Request) -> None:
-    if r.response_format is not None and r.response_format.get("type") != "text":
-        raise bad_request("response_format", "response_format: only {'type': 'text'} is served")
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(r, name):
-            raise bad_request(name, f"{name}: structured output is not served")
-    if r.bad_words:
-        raise bad_request("bad_words", "bad_words: not served; use logit_bias")
-    if r.prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs", "prompt_logprobs: not served")
+def _check_bad_words(r: Request) -> None:
+    words = r.bad_words or []
+    if len(words) > MAX_STOPS:
+        raise bad_request("bad_words", f"bad_words: at most {MAX_STOPS} strings")
+    if not all(0 < len(word) <= MAX_STOP_CHARS for word in words):
+        raise bad_request("bad_words", f"bad_words: each string must have 1 to {MAX_STOP_CHARS} characters")
 
 
 def check_completion(r: CompletionRequest) -> None:
@@ -106,8 +127,6 @@ def check_completion(r: CompletionRequest) -> None:
         raise bad_request("suffix", "suffix: not supported by this model")
     if r.best_of is not None and r.best_of != r.num_choices:
         raise bad_request("best_of", "best_of: only equal to n")
-    if r.echo and r.logprobs is not None:
-        raise bad_request("logprobs", "logprobs: not served together with echo")
     _check_min_tokens(r)
 
 
@@ -119,10 +138,6 @@ def check_chat(r: ChatRequest) -> None:
         raise bad_request("top_logprobs", "top_logprobs: only with logprobs=true")
     if r.chat_template is not None:
         raise bad_request("chat_template", "chat_template: this server does not take one from requests")
-    if r.tools:
-        raise bad_request("tools", "tools: not served")
-    if r.tool_choice is not None and r.tool_choice != "none":
-        raise bad_request("tool_choice", "tool_choice: only with tools")
     _check_min_tokens(r)
 
 
@@ -144,7 +159,10 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad_request("messages", f"messages[{i}].role: must be a string")
-    return {**message, "content": _content(i, message.get("content"))}
+    shaped = {**message, "content": _content(i, message.get("content"))}
+    if message.get("tool_calls") is not None:
+        shaped["tool_calls"] = read_calls(i, message["tool_calls"])
+    return shaped
 
 
 def _content(i: int, content: Any) -> str:

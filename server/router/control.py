@@ -14,7 +14,8 @@ from server.router.audit import DrainRecord
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
-from server.router.http import Keys, json_response, read_body
+from server.router.http import json_response, read_body
+from server.router.keys import Keys
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
 from server.router.worker import Worker

@@ -82,8 +82,11 @@ class Dispatcher:
     def can_serve(self) -> bool:
         return any(map(self.is_open, self.routes)) or bool(self._alone())
 
-    def choose(self, prompt: Sequence[int], salt: str = "", handle: str = "") -> Plan:
-        """Raises ApiError 503 when no worker can take it."""
+    def choose(self, prompt: Sequence[int], salt: str = "", handle: str = "", same: Plan | None = None) -> Plan:
+        """`same`: the plan by which the prompt was just read; it stands while its workers serve. Raises ApiError 503
+        when no worker can take it."""
+        if same is not None and all(w.is_connected and not w.is_draining for w in same.route.workers):
+            return same.again()
         pairs = [route for route in self.routes if route.prefill is not None and self.is_open(route)]
         alone = [Route(worker) for worker in self._alone()]
         plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle))

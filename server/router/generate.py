@@ -16,14 +16,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from server.metrics import RouterMetrics
+from server.router.attempt import Attempt
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, context_too_long
-from server.router.openai import Request, pick_seed, sampling
+from server.router.openai import Bounds, Request, pick_seed, sampling
 from server.router.stats import Stats
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
 from server.router.worker import Worker
+from server.sequence import SamplingParams, Token
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,20 @@ class Output:
     delta: Delta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+
+class Lead:
+    """The first choice of a prompt. The others wait until it has read the prompt, then go the same way: they find its
+    KV there, so a prompt is read once whatever n is."""
+
+    def __init__(self) -> None:
+        self.has_read = asyncio.Event()
+        self.attempt: Attempt | None = None
+
+    def saw(self, index: int) -> None:
+        """Its token `index` is here. On a pair the KV is at the decode worker by its second one."""
+        if index or self.attempt is None or self.attempt.route.prefill is None:
+            self.has_read.set()
 
 
 @dataclass(slots=True)
@@ -51,6 +69,8 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(default_factory=list)
     max_tokens: list[int] = field(default_factory=list)  # by prompt
+    bounds: Bounds = field(default_factory=Bounds)
+    prompt_logprobs: dict[int, tuple[Token, ...]] = field(default_factory=dict)  # by prompt, from its second token on
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
@@ -64,6 +84,13 @@ class Job:
         return f"{self.workers[0].name}.{self.workers[0].instance[:12]}" if self.workers else ""
 
     @property
+    def salt(self) -> str:
+        """Prefixes are shared by those who use the same key and salt, and nobody else. Prompt logprobs need every
+        position computed, so such a prompt hits no cached prefix."""
+        own = self.id if self.request.num_prompt_logprobs >= 0 else self.request.cache_salt
+        return "/".join(filter(None, (self.tenant, own)))
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
@@ -73,8 +100,8 @@ class Job:
         return sum(record.cached_tokens for record in self.records[:: self.request.num_choices])
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
+def new_id(prefix: str, joint: str = "-") -> str:
+    return f"{prefix}{joint}{secrets.token_hex(12)}"
 
 
 class Generator:
@@ -132,7 +159,9 @@ class Generator:
 
     async def _choices(self, job: Job) -> AsyncGenerator[Output, None]:
         seed = pick_seed(job.request)
-        choices = [self._choice(job, index, seed) for index in range(len(job.records))]
+        leads = [Lead() for _ in job.prompts]
+        n = job.request.num_choices
+        choices = [self._choice(job, index, seed, leads[index // n]) for index in range(len(job.records))]
         if len(choices) == 1:
             async with aclosing(choices[0]) as outputs:
                 async for output in outputs:
@@ -155,40 +184,41 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _choice(self, job: Job, index: int, seed: int) -> AsyncGenerator[Output, None]:
+    async def _choice(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[Output, None]:
+        try:
+            if index % job.request.num_choices:
+                await lead.has_read.wait()
+            async with aclosing(self._outputs(job, index, seed, lead)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            lead.has_read.set()
+
+    async def _outputs(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[Output, None]:
         request, record = job.request, job.records[index]
         which, choice = divmod(index, request.num_choices)
         prompt, max_tokens = job.prompts[which], job.max_tokens[which]
-        if max_tokens == 0:  # echo only: nothing for a worker to do
+        params = self._params(job, which, choice, seed)
+        if max_tokens == 0 and params.num_prompt_logprobs < 0:  # echo only: nothing for a worker to do
             record.prompt_tokens, record.reason = len(prompt), "length"
             yield Output(index, Delta(), "length")
             return
-        params = sampling(
-            request,
-            max_tokens=max_tokens,
-            eos_ids=self._text.eos_ids,
-            vocab_size=self._text.vocab_size,
-            seed=seed + choice,
-        )
-        decoder = Decoder(
-            self._text,
-            prompt,
-            stops=request.stops,
-            include_stop=bool(request.include_stop_str_in_output),
-            skip_special=request.skip_special_tokens is not False,
-            min_tokens=params.min_tokens,
-            end_ids=frozenset(params.stop_token_ids),
-            want_pieces=params.num_logprobs >= 0,
-        )
+        decoder = self._decoder(request, prompt, params)
         stop: str | int | None = None
         last_id = -1
-        # Prefixes are shared by those who use the same key and salt, and nobody else.
-        salt = "/".join(filter(None, (job.tenant, request.cache_salt)))
-        plan = self._dispatcher.choose(prompt, salt, job.handle)
-        attempt = self._dispatcher.open(plan, prompt, params, record, salt=salt, deadline_s=self._timeout_s)
+        same = lead.attempt.plan if lead.attempt is not None else None
+        plan = self._dispatcher.choose(prompt, job.salt, job.handle, same)
+        attempt = self._dispatcher.open(plan, prompt, params, record, salt=job.salt, deadline_s=self._timeout_s)
+        lead.attempt = lead.attempt or attempt
         async with attempt:
             job.workers.append(attempt.route.worker)
             while (token := await attempt.next()) is not None:
+                if token.prompt:
+                    job.prompt_logprobs[which] = token.prompt
+                if max_tokens == 0:
+                    record.reason = "length"
+                    break
+                lead.saw(record.output_tokens - 1)
                 last_id = token.id
                 delta = decoder.feed(token)
                 if delta.is_stopped:
@@ -200,9 +230,32 @@ class Generator:
                 if attempt.reason == "stop" and last_id in (request.stop_token_ids or ()):
                     stop = last_id
         # The workers are free of it before the client hears of the end.
-        if delta.text or delta.ids or delta.pieces:
+        if max_tokens and (delta.text or delta.ids or delta.pieces):
             yield Output(index, delta)
         yield Output(index, Delta(), record.reason, stop)
+
+    def _params(self, job: Job, which: int, choice: int, seed: int) -> SamplingParams:
+        params = sampling(
+            job.request,
+            max_tokens=job.max_tokens[which] or 1,  # a worker samples at least one token
+            eos_ids=self._text.eos_ids,
+            vocab_size=self._text.vocab_size,
+            seed=seed + choice,
+            bounds=job.bounds,
+        )
+        return msgspec.structs.replace(params, num_prompt_logprobs=-1) if choice else params
+
+    def _decoder(self, request: Request, prompt: list[int], params: SamplingParams) -> Decoder:
+        return Decoder(
+            self._text,
+            prompt,
+            stops=request.stops,
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special=request.skip_special_tokens is not False,
+            min_tokens=params.min_tokens,
+            end_ids=frozenset(params.stop_token_ids),
+            want_pieces=params.num_logprobs >= 0,
+        )
 
     def _end(self, job: Job, status: str) -> None:
         metrics = self._metrics
@@ -289,7 +342,7 @@ def lengths(job: Job, max_len: int, param: str) -> list[int]:
     out = []
     for prompt in job.prompts:
         room = max_len - len(prompt)
-        if room < (0 if asked == 0 else 1):
+        if room < (0 if asked == 0 and job.request.num_prompt_logprobs < 0 else 1):
             raise context_too_long(max_len, len(prompt), param)
         out.append(room if asked is None else min(asked, room))
     return out

@@ -7,8 +7,6 @@
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -17,16 +15,19 @@ from typing import Any, TypeVar
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.router.errors import ApiError
+from server.router.keys import Keys, Quota
 
+KV_HEADER = "x-pdctl-kv"
 MAX_BODY = 32 * 2**20
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
-_WORK = ("/v1/chat/", "/v1/completions")
+_WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
 
 T = TypeVar("T")
 
@@ -49,34 +50,13 @@ def tenant(request: Request) -> str:
     return str(request.scope["state"].get("tenant", ""))
 
 
-class Keys:
-    """Accepted keys; none = everybody is let in."""
-
-    def __init__(self, keys: list[bytes]) -> None:
-        self._keys = keys
-
-    def check(self, headers: Headers) -> str:
-        """A name for the key that was given, empty without keys. Raises ApiError 401.
-
-        `Authorization: Bearer KEY`, or `X-Api-Key: KEY`.
-        """
-        if not self._keys:
-            return ""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        # Every key is compared, so that the time taken tells nothing about which one is near.
-        if sum(hmac.compare_digest(given.encode(), key) for key in self._keys) == 0:
-            what = "is not valid" if given else "is missing: send Authorization: Bearer KEY"
-            raise ApiError(401, f"the API key {what}", kind="authentication_error", code="invalid_api_key")
-        return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
-
-
 class Gate:
     """ASGI middleware around the whole app. `refusal` says why no work is taken at the moment, if so."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, refusal: Callable[[], ApiError | None]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, quota: Quota, refusal: Callable[[], ApiError | None]) -> None:
         self._app = app
         self._keys = keys
+        self._quota = quota
         self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,19 +74,32 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope, headers)
-        except ApiError as error:
+            key = self._check(scope, headers)
+            with self._quota.hold(key):
+                await self._app(scope, receive, send_with_id)
+        except ApiError as error:  # of the gate: the app makes responses of its own
             await error_response(error)(scope, receive, send_with_id)
-        else:
-            await self._app(scope, receive, send_with_id)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> str:
+        """The key that the request counts for, empty when it counts for none. Raises ApiError."""
         path: str = scope["path"]
         if scope["method"] == "OPTIONS" or not path.startswith(_KEYED):
-            return
-        scope["state"]["tenant"] = self._keys.check(headers)
-        if path.startswith(_WORK) and (refusal := self._refusal()) is not None:
+            return ""
+        key = scope["state"]["tenant"] = self._keys.check(headers)
+        if not path.startswith(_WORK):
+            return ""
+        if (refusal := self._refusal()) is not None:
             raise refusal
+        return key
+
+
+def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
+    """Outside the gate: a preflight carries no key, and a page may read refusals too."""
+    if not origins:
+        return app
+    shown = ["X-Request-Id", "Retry-After", KV_HEADER]
+    methods = ["GET", "POST", "DELETE"]
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=shown)
 
 
 async def read_body(request: Request) -> bytes:

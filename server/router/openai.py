@@ -61,7 +61,6 @@ class Request(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
-    # Not served yet: a value is refused by name, so that nobody takes free text for structured.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -95,6 +94,12 @@ class Request(msgspec.Struct, kw_only=True):
         """As SamplingParams has it: -1 = none."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """As SamplingParams has it: -1 = none."""
+        asked = self.prompt_logprobs
+        return -1 if asked is None else MAX_LOGPROBS if asked == -1 else asked
+
 
 class CompletionRequest(Request, kw_only=True):
     prompt: msgspec.Raw = msgspec.Raw()
@@ -110,6 +115,10 @@ class CompletionRequest(Request, kw_only=True):
     def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else MAX_LOGPROBS if self.logprobs == -1 else self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
+
 
 class ChatRequest(Request, kw_only=True):
     messages: list[dict[str, Any]] | None = None
@@ -122,6 +131,7 @@ class ChatRequest(Request, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def limit(self) -> int | None:
@@ -144,6 +154,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    tools: list[Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -197,9 +208,19 @@ def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
     return prompts
 
 
-def sampling(r: Request, *, max_tokens: int, eos_ids: frozenset[int], vocab_size: int, seed: int) -> SamplingParams:
+class Bounds(msgspec.Struct, frozen=True):
+    """What the output is held to, found out while the request was prepared: it takes the tokenizer."""
+
+    grammar: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+def sampling(
+    r: Request, *, max_tokens: int, eos_ids: frozenset[int], vocab_size: int, seed: int, bounds: Bounds
+) -> SamplingParams:
     """A checked request in token terms. `seed` is the choice's own: choice j of a request draws with seed + j."""
-    ends = set(r.stop_token_ids or ()) | (frozenset() if r.ignore_eos else eos_ids)
+    # A grammar ends by itself, and nothing but an end of text may follow then: there is no ignoring it.
+    ends = set(r.stop_token_ids or ()) | (frozenset() if r.ignore_eos and not bounds.grammar else eos_ids)
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed % INT64,
@@ -215,6 +236,9 @@ def sampling(r: Request, *, max_tokens: int, eos_ids: frozenset[int], vocab_size
         logit_bias=read_bias(r.logit_bias, vocab_size),
         allowed_token_ids=tuple(r.allowed_token_ids or ()),
         num_logprobs=r.num_logprobs,
+        num_prompt_logprobs=r.num_prompt_logprobs,
+        bad_words=bounds.bad_words,
+        grammar=bounds.grammar,
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from server.router.errors import ApiError
 from server.router.generate import Job, Output
-from server.router.text import Piece, Text
+from server.router.text import Piece, Text, offsets
+from server.sequence import Token
 
 LOWEST_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"
@@ -30,7 +32,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 @dataclass(slots=True)
-class _Choice:
+class Choice:
     """One choice so far. What is not sent yet (tokens without text) waits in `pieces` and `ids`."""
 
     text: str = ""
@@ -52,7 +54,7 @@ class Format:
         self._job = job
         self._text = text
         self._with_timing = with_timing
-        self._choices: list[_Choice] = []
+        self._choices: list[Choice] = []
         self._skip_special = job.request.skip_special_tokens is not False
 
     # streamed
@@ -65,11 +67,9 @@ class Format:
             choice.ids += output.delta.ids
         parts = [] if choice.is_begun else self._opening(output.index, choice)
         choice.is_begun = True
-        if output.delta.text or choice.pieces or choice.ids:
-            parts.append(self._content(output.index, choice, output.delta.text))
-            choice.pieces, choice.ids = [], []
+        parts += self._contents(output, choice)
         if output.finish_reason:
-            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            self._finish(output, choice)
             parts.append(self._last(output.index, choice))
         if not parts:
             return b""
@@ -78,6 +78,17 @@ class Format:
             self._add_timing(chunks[-1])
         return b"".join(event(chunk) for chunk in chunks)
 
+    def _contents(self, output: Output, choice: Choice) -> list[dict[str, Any]]:
+        """What `output` adds to a stream."""
+        if not (output.delta.text or choice.pieces or choice.ids):
+            return []
+        part = self._content(output.index, choice, output.delta.text)
+        choice.pieces, choice.ids = [], []
+        return [part]
+
+    def _finish(self, output: Output, choice: Choice) -> None:
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+
     def usage_chunk(self) -> bytes:
         """The extra last chunk, when it was asked for."""
         if not self._job.request.include_usage:
@@ -85,6 +96,10 @@ class Format:
         chunk = {**self._head(self.chunk_object), "choices": [], "usage": self.usage()}
         self._add_timing(chunk)
         return event(chunk)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What a stream says that cannot go on."""
+        return event(error.body)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
@@ -104,16 +119,21 @@ class Format:
         choice.pieces += output.delta.pieces
         choice.ids += output.delta.ids
         if output.finish_reason:
-            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            self._finish(output, choice)
 
     def body(self) -> bytes:
         body = {
             **self._head(self.object),
             "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
             "usage": self.usage(),
+            **self._extras(),
         }
         self._add_timing(body)
         return _encode(body)
+
+    def _extras(self) -> dict[str, Any]:
+        """What else a body has."""
+        return {}
 
     # shared
 
@@ -126,21 +146,36 @@ class Format:
             "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
         }
 
-    def _choice(self, index: int) -> _Choice:
+    def _choice(self, index: int) -> Choice:
         if not self._choices:
             self._choices = [self._new_choice(i) for i in range(len(self._job.records))]
         return self._choices[index]
 
-    def _new_choice(self, index: int) -> _Choice:
+    def _new_choice(self, index: int) -> Choice:
         echo = self._echo(index)
-        return _Choice(text=echo, offset=len(echo))
+        return Choice(text=echo, offset=len(echo))
+
+    def _which(self, index: int) -> int:
+        """The prompt of a choice."""
+        return index // self._job.request.num_choices
 
     def _echo(self, index: int) -> str:
-        echoes = self._job.echoes
-        return echoes[index // self._job.request.num_choices] if echoes else ""
+        return self._job.echoes[self._which(index)] if self._job.echoes else ""
 
     def _prompt_ids(self, index: int) -> list[int]:
-        return self._job.prompts[index // self._job.request.num_choices]
+        return self._job.prompts[self._which(index)]
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """As vLLM has it: one entry a prompt token, by id, the first one null."""
+        count = self._job.request.num_prompt_logprobs
+        return [None, *(self._by_id(token, count) for token in self._job.prompt_logprobs.get(self._which(index), ()))]
+
+    def _by_id(self, token: Token, count: int) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for rank, (i, value) in enumerate((*token.top[:count], (token.id, token.logprob)), 1):
+            entry = {"logprob": max(value, LOWEST_LOGPROB), "rank": rank if rank <= len(token.top) else None}
+            out.setdefault(str(i), {**entry, "decoded_token": self._piece(i)[0]})
+        return out
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._job.model}
@@ -155,85 +190,32 @@ class Format:
         # A special token that the text leaves out adds no bytes to it.
         return shown, b"" if self._skip_special and self._text.is_special(token_id) else raw
 
-    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+    def _opening(self, index: int, choice: Choice) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+    def _content(self, index: int, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _last(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
-
-
-class ChatFormat(Format):
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
-        part = self._delta(index, {"role": "assistant", "content": ""})
-        parts = [part]
-        if self._job.request.return_token_ids:
-            part["prompt_token_ids"] = self._prompt_ids(index)
-        if choice.text:
-            parts.append(self._delta(index, {"content": choice.text}))
-        return parts
-
-    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
-        part = self._delta(index, {"content": text})
-        if choice.pieces:
-            part["logprobs"] = self._logprobs(choice.pieces)
-        if choice.ids:
-            part["token_ids"] = choice.ids
-        return part
-
-    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
-        return {**self._delta(index, {}), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
-        wants_logprobs = self._job.request.num_logprobs >= 0
-        body = {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.pieces) if wants_logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self._job.request.return_token_ids:
-            body |= {"prompt_token_ids": self._prompt_ids(index), "token_ids": choice.ids}
-        return body
-
-    @staticmethod
-    def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
-        return {"content": [self._content_logprob(piece) for piece in pieces], "refusal": None}
-
-    def _content_logprob(self, piece: Piece) -> dict[str, Any]:
-        top = [
-            self._entry(token_id, logprob) for token_id, logprob in piece.token.top[: self._job.request.num_logprobs]
-        ]
-        return {**self._entry(piece.token.id, piece.token.logprob), "top_logprobs": top}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        shown, raw = self._piece(token_id)
-        return {"token": shown, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
 
 class CompletionFormat(Format):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def _opening(self, index: int, choice: _Choice) -> list[dict[str, Any]]:
+    def _opening(self, index: int, choice: Choice) -> list[dict[str, Any]]:
         part = self._part(index, choice.text)
+        if choice.text and self._job.request.num_logprobs >= 0:
+            part["logprobs"] = self._echoed(index, choice)
         if self._job.request.return_token_ids:
             part["prompt_token_ids"] = self._prompt_ids(index)
         return [part] if choice.text or self._job.request.return_token_ids else []
 
-    def _content(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+    def _content(self, index: int, choice: Choice, text: str) -> dict[str, Any]:
         part = self._part(index, text)
         if choice.pieces:
             part["logprobs"] = self._logprobs(choice)
@@ -241,16 +223,18 @@ class CompletionFormat(Format):
             part["token_ids"] = choice.ids
         return part
 
-    def _last(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _last(self, index: int, choice: Choice) -> dict[str, Any]:
         return {**self._part(index, ""), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         body = {
             **self._part(index, choice.text),
-            "logprobs": self._logprobs(choice) if self._job.request.num_logprobs >= 0 else None,
+            "logprobs": self._all_logprobs(index, choice) if self._job.request.num_logprobs >= 0 else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._job.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(index)
         if self._job.request.return_token_ids:
             body |= {"prompt_token_ids": self._prompt_ids(index), "token_ids": choice.ids}
         return body
@@ -259,13 +243,31 @@ class CompletionFormat(Format):
     def _part(index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, choice: _Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
         tokens = [piece.token for piece in choice.pieces]
         return {
             "tokens": [self._piece(token.id)[0] for token in tokens],
             "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
             "top_logprobs": [self._top(token.id, token.logprob, token.top) for token in tokens],
             "text_offset": [choice.offset + piece.offset for piece in choice.pieces],
+        }
+
+    def _all_logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
+        own = self._logprobs(choice)
+        if not choice.offset:
+            return own
+        return {key: part + own[key] for key, part in self._echoed(index, choice).items()}
+
+    def _echoed(self, index: int, choice: Choice) -> dict[str, list[Any]]:
+        """Of the prompt's tokens; nothing says how likely the first one was."""
+        ids = self._prompt_ids(index)
+        known = self._job.prompt_logprobs.get(self._which(index), ())
+        echo = self._echo(index)
+        return {
+            "tokens": [self._piece(i)[0] for i in ids],
+            "token_logprobs": [None, *(max(token.logprob, LOWEST_LOGPROB) for token in known)],
+            "top_logprobs": [None, *(self._top(token.id, token.logprob, token.top) for token in known)],
+            "text_offset": offsets(self._text, ids, echo),
         }
 
     def _top(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, float]:

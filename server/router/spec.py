@@ -6,19 +6,49 @@ _STRING = {"type": ["string", "null"]}
 _INT = {"type": ["integer", "null"]}
 _NUMBER = {"type": ["number", "null"]}
 _BOOL = {"type": ["boolean", "null"]}
-_IDS = {"type": ["array", "null"], "items": {"type": "integer"}}
+_TOKEN = {"type": "integer", "minimum": 0}
+_IDS = {"type": ["array", "null"], "items": _TOKEN}
+_SHARE = {**_NUMBER, "minimum": 0, "maximum": 1}
+_PENALTY = {**_NUMBER, "minimum": -2, "maximum": 2}
+_COUNT = {**_INT, "minimum": 1}
+_LOGPROBS = {**_INT, "minimum": -1, "maximum": 20}
 _OBJECT = {"type": ["object", "null"]}
+
+_TOOLS = {
+    "type": ["array", "null"],
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": {"type": "string"}, "description": _STRING, "parameters": _OBJECT},
+            },
+        },
+    },
+}
+_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 
 _COMMON: dict[str, Any] = {
     "model": _STRING,
-    "max_tokens": _INT,
-    "n": _INT,
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NUMBER),
-    **dict.fromkeys(("top_k", "seed", "min_tokens", "truncate_prompt_tokens"), _INT),
+    "max_tokens": _COUNT,
+    "n": {**_COUNT, "maximum": 128},
+    "temperature": {**_NUMBER, "minimum": 0},
+    **dict.fromkeys(("top_p", "min_p"), _SHARE),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _PENALTY),
+    "repetition_penalty": {**_NUMBER, "exclusiveMinimum": 0},
+    "top_k": {**_INT, "minimum": -1},
+    "seed": {**_INT, "minimum": -(2**63), "maximum": 2**63 - 1},
+    "min_tokens": {**_INT, "minimum": 0},
+    "truncate_prompt_tokens": _COUNT,
     "stop": {"anyOf": [_STRING, {"type": "array", "items": {"type": "string"}}]},
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _IDS),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream", "echo"), _BOOL),
+    "bad_words": {"type": ["array", "null"], "items": {"type": "string"}},
+    "prompt_logprobs": _LOGPROBS,
+    **dict.fromkeys(("response_format", "structured_outputs"), _OBJECT),
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
     "stream_options": {
         "type": ["object", "null"],
@@ -31,28 +61,49 @@ _MESSAGES = {
 }
 _CHAT = {
     **_COMMON,
-    "messages": {**_MESSAGES, "type": "array"},
-    "max_completion_tokens": _INT,
+    "messages": {**_MESSAGES, "type": "array", "minItems": 1},
+    "max_completion_tokens": _COUNT,
     "logprobs": _BOOL,
-    "top_logprobs": _INT,
+    "top_logprobs": _LOGPROBS,
     "add_generation_prompt": _BOOL,
     "continue_final_message": _BOOL,
     "chat_template_kwargs": _OBJECT,
+    "tools": _TOOLS,
+    "tool_choice": _CHOICE,
+    "parallel_tool_calls": _BOOL,
+}
+_RESPONSE = {
+    "model": _STRING,
+    "input": {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role", "content"]}},
+        ]
+    },
+    **dict.fromkeys(("instructions", "previous_response_id"), _STRING),
+    **dict.fromkeys(("store", "stream", "parallel_tool_calls"), _BOOL),
+    **dict.fromkeys(("max_output_tokens", "seed"), _COUNT),
+    "temperature": {**_NUMBER, "minimum": 0},
+    "top_p": _SHARE,
+    **dict.fromkeys(("text", "metadata"), _OBJECT),
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    "tool_choice": _CHOICE,
 }
 _PROMPT = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": _TOKEN},
+        {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": _TOKEN}},
     ]
 }
-_COMPLETION = {**_COMMON, "prompt": _PROMPT, "logprobs": _INT}
+_COMPLETION = {**_COMMON, "prompt": _PROMPT, "logprobs": _LOGPROBS}
 _ERRORS = {
     "400": "a field cannot be served",
     "401": "no valid API key",
-    "404": "no such model",
+    "404": "no such model or response",
     "413": "body too large",
+    "431": "headers too large",
     "429": "queue full",
     "503": "starting, draining, or no worker",
     "504": "request time limit",
@@ -68,6 +119,12 @@ def openapi(version: str) -> dict[str, Any]:
             "/v1/models": {"get": _operation("served models")},
             "/v1/chat/completions": {"post": _operation("chat", _CHAT, ["messages"], stream)},
             "/v1/completions": {"post": _operation("completion", _COMPLETION, ["prompt"], stream)},
+            "/v1/responses": {"post": _operation("response", _RESPONSE, ["input"], stream)},
+            "/v1/responses/{id}": {
+                "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
+                "get": _operation("a kept response"),
+                "delete": _operation("forget a kept response"),
+            },
             "/tokenize": {"post": _operation("token ids", {"prompt": _STRING, "messages": _MESSAGES})},
             "/detokenize": {"post": _operation("text", {"tokens": _IDS}, ["tokens"])},
             "/version": {"get": _operation("version")},

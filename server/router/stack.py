@@ -9,13 +9,11 @@ stopped    `stop`: connections closed
 import asyncio
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from starlette.types import ASGIApp
 
 from server.boot import Boot, Status
 from server.card import text_facts
-from server.errors import StartError
 from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
@@ -25,7 +23,8 @@ from server.router.control import Control
 from server.router.dispatch import Dispatcher
 from server.router.events import Events
 from server.router.generate import Generator
-from server.router.http import Gate, Keys
+from server.router.http import Gate, allow_origins
+from server.router.keys import Keys, Quota
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.stats import Stats
@@ -92,7 +91,7 @@ class Stack:
             names,
             config.router.keepalive_s,
         )
-        admin_keys = Keys(_keys(config.router.admin_key_file) or [secret])
+        admin_keys = Keys.read(config.router.admin_key_file) if config.router.admin_key_file else Keys([secret])
         admin = Admin(
             dispatcher=dispatcher,
             health=health,
@@ -106,7 +105,8 @@ class Stack:
         )
         control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
-        gate = Gate(app, Keys(_keys(config.router.api_key_file)), health.refusal)
+        keys, quota = Keys.read(config.router.api_key_file), Quota(config.router.key_max_requests)
+        gate = allow_origins(Gate(app, keys, quota, health.refusal), config.router.cors_origins)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning)
 
     def start(self) -> None:
@@ -120,17 +120,3 @@ class Stack:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
         await self.workers.stop()
-
-
-def _keys(path: str | None) -> list[bytes]:
-    """One key a line; blank lines and # comments are skipped. Raises StartError."""
-    if path is None:
-        return []
-    try:
-        lines = Path(path).expanduser().read_bytes().splitlines()
-    except OSError as error:
-        raise StartError(f"cannot read the key file: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith(b"#")]
-    if not keys:
-        raise StartError(f"{path} holds no key")
-    return keys

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from server.card import read_config
 from server.errors import ModelError
+from server.grammar import Grammars, end_ids
 from server.router.errors import bad_request, context_too_long
 from server.sequence import Token
 
@@ -46,21 +47,23 @@ class Text:
         self.tokenizer.no_padding()
         self.vocab_size = int(config["vocab_size"])
         self.max_len = max_len or int(config.get("max_position_embeddings", 2048))
-        self.eos_ids = self._eos(Path(model_dir), config)
+        self.eos_ids = frozenset(end_ids(model_dir))  # llama 3 has several
         self._added = self.tokenizer.get_added_tokens_decoder()
         self._is_byte_level = "ByteLevel" in str(json.loads(self.tokenizer.to_str())["decoder"])
         self._longest = max((len(piece) for piece in self.tokenizer.get_vocab()), default=1)
+        self._grammars = Grammars(model_dir, self.vocab_size)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._pieces: dict[int, bytes] = {}
 
-    def _eos(self, model_dir: Path, config: dict[str, Any]) -> frozenset[int]:
-        """The model's own ends of text: generation_config.json may name several (llama 3's <|eot_id|>)."""
-        found: set[int] = set()
-        generation = model_dir / "generation_config.json"
-        sources = [config, json.loads(generation.read_bytes()) if generation.is_file() else {}]
-        for value in (*(source.get("eos_token_id") for source in sources), self._hf.eos_token_id):
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-        return frozenset(found)
+    @property
+    def template(self) -> str:
+        """The chat template; empty without one."""
+        found = self._hf.chat_template
+        return found if isinstance(found, str) else "".join((found or {}).values())
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.template
 
     # in
 
@@ -93,6 +96,20 @@ class Text:
         except Exception as error:
             raise bad_request("messages", f"the chat template refused these messages: {error}") from error
         return text
+
+    def spellings(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words, at the start of a text and after a blank."""
+        found = {
+            tuple(self._encode(spelled, special=False)) for word in words for spelled in (word, " " + word.lstrip())
+        }
+        return tuple(sorted(found - {()}))
+
+    async def check_grammar(self, grammar: str) -> str:
+        """Empty, or what is wrong with it."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.check_grammar_now, grammar)
+
+    def check_grammar_now(self, grammar: str) -> str:
+        return self._grammars.check(grammar)
 
     # out
 
@@ -165,6 +182,18 @@ class Detokenizer:
         self._stream = DecodeStream(None, self._skip)
         self._held.clear()
         return text
+
+
+def offsets(text: Text, ids: Seq[int], whole: str) -> list[int]:
+    """Where in `whole` the text of each token begins. A special token that `whole` does not have takes no room."""
+    detok = Detokenizer(text, skip_special=False)
+    found, at = [], 0
+    for token_id in ids:
+        found.append(min(at, len(whole)))
+        out = detok.feed(token_id)
+        if not (text.is_special(token_id) and not whole.startswith(out, at)):
+            at += len(out)
+    return found
 
 
 class StopScanner:

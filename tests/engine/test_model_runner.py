@@ -16,7 +16,7 @@ from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.model_runner import ModelRunner
 from server.errors import ModelError, StartError
 from server.sequence import Batch, Sequence, Slice
-from tests.engine.models import FAMILIES, load_runner, make_config, make_sequence, random_prompt, save_model
+from tests.engine.models import FAMILIES, Reference, load_runner, make_config, make_sequence, random_prompt, save_model
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,31 @@ def test_execute_leaves_sequences_alone(llama_dir: Path) -> None:
     assert tokens[0] is not None
     assert (seq.output, seq.num_computed, seq.block_table) == ([], 0, [1, 2])
     assert runner.execute(Batch([Slice(seq, 0, 19)])) == [None]
+
+
+@pytest.mark.parametrize("chunks", [(20,), (7, 1, 12)])
+def test_prompt_logprobs(llama_dir: Path, chunks: tuple[int, ...]) -> None:
+    """Among rows of others, and where every position of a step is read: each logprob is of its own position."""
+    runner = load_runner(llama_dir)
+    prompts = [random_prompt(20, seed=3), random_prompt(20, seed=4)]
+    seqs = [make_sequence(i, prompt, num_prompt_logprobs=0) for i, prompt in enumerate(prompts)]
+    seqs.append(make_sequence(2, [5]))
+    for i, seq in enumerate(seqs):
+        seq.block_table = [1 + 2 * i, 2 + 2 * i]
+    start = 0
+    for length in chunks:
+        *tokens, plain = runner.execute(Batch([*(Slice(seq, start, length) for seq in seqs[:2]), Slice(seqs[2], 0, 1)]))
+        assert plain is not None
+        assert plain.prompt == ()
+        start += length
+    reference = Reference(llama_dir)
+    for prompt, token in zip(prompts, tokens, strict=True):
+        assert token is not None
+        logprobs = reference.logprobs(prompt, len(prompt))
+        assert token.id == int(logprobs[-1].argmax())
+        assert [each.id for each in token.prompt] == prompt[1:]
+        expected = [float(logprobs[i, following]) for i, following in enumerate(prompt[1:])]
+        assert [each.logprob for each in token.prompt] == pytest.approx(expected, abs=1e-4)
 
 
 def test_kv_moves_between_runners_as_blocks(llama_dir: Path) -> None:

@@ -223,3 +223,24 @@ def test_never_a_token_of_probability_zero() -> None:
     logits[0, [10, 20]] = 0.0
     drawn = {Sampler().sample(logits, [make_seq(i)])[0].id for i in range(200)}
     assert drawn == {10, 20}
+
+
+def test_demands_that_leave_nothing_give_way() -> None:
+    """All but allowed_token_ids: neither a token that was not allowed nor an error."""
+    for temperature in (0.0, 1.0):
+        stop = make_seq(allowed_token_ids=(3,), stop_token_ids=(3,), min_tokens=5, temperature=temperature)
+        bad = make_seq(allowed_token_ids=(4,), bad_words=((4,),), temperature=temperature)
+        assert [t.id for t in Sampler().sample(random_logits(2), [stop, bad])] == [3, 4]
+
+
+def test_bad_words() -> None:
+    logits = torch.zeros(4, 8)
+    logits[:, 5] = 9.0
+    words = ((1, 2, 5), (6,))
+    rows = [
+        make_seq(bad_words=words, output=(1, 2), temperature=0.0),
+        make_seq(bad_words=words, output=(2, 1), temperature=0.0),
+        make_seq(bad_words=words, output=(2,), temperature=0.0),
+        make_seq(bad_words=((5,),), temperature=0.0),
+    ]
+    assert [t.id == 5 for t in Sampler().sample(logits, rows)] == [False, True, True, False]

@@ -154,14 +154,15 @@ def test_what_can_never_fit_is_refused_with_the_numbers(length: int, max_len: in
     assert story.scheduler.counters().num_waiting == 0
 
 
-def test_a_stop_token_counts_only_from_min_tokens_on() -> None:
+def test_a_stop_token_counts_only_after_min_tokens() -> None:
     story = Story()
     story.add(seq := story.seq(4))
     seq.params = SamplingParams(max_tokens=10, min_tokens=2, stop_token_ids=(0,))
+    for _ in range(2):
+        [step] = story.step(token=0)
+        assert not step.finished
     [step] = story.step(token=0)
-    assert not step.finished
-    [step] = story.step(token=0)
-    assert step.finished and seq.finish_reason == "stop" and seq.output == [0, 0]
+    assert step.finished and seq.finish_reason == "stop" and seq.output == [0, 0, 0]
 
 
 def test_abort_between_schedule_and_update_keeps_blocks_until_the_step_is_over() -> None:

@@ -9,8 +9,9 @@ import pytest
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES, Blocks, Decode, Load, Prefill
 from server.router.crossover import EXPLORE, Crossover
-from tests.router.conftest import Cluster, Start, until
+from tests.router.conftest import SECRET, Cluster, Start, until
 
+ADMIN = {"Authorization": f"Bearer {SECRET.decode()}"}
 TIMED = {"x-pdctl-timing": "1"}
 PROMPT = list(range(100, 200))  # 100 tokens: six whole blocks of 16
 
@@ -55,6 +56,24 @@ async def test_a_stale_view_takes_the_other_path(start: Start) -> None:
     assert sent.id.attempt == 1
     assert not cluster.stack.workers.all["decode-0"].open
     assert cluster.stack.workers.all["decode-0"].prompt_tokens == 0
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+async def test_several_choices_follow_the_first(start: Start, is_stale: bool) -> None:
+    """By the plan that stood in the end, and with next to nothing to read."""
+    cluster = await start(prefill=2, decode=3)
+    await publish(cluster, "decode-1", names(PROMPT))
+    cluster.fakes["decode-1"].is_stale = is_stale
+    answer = await cluster.complete(headers=TIMED, prompt=PROMPT, n=4)
+    assert len(answer.json["choices"]) == 4
+    choices = (await cluster.request("GET", f"/admin/requests/{answer.json['id']}", headers=ADMIN)).json["sequences"]
+    assert {(each["path"], each["prefill"], each["decode"]) for each in choices} == {
+        tuple(choices[0][name] for name in ("path", "prefill", "decode"))
+    }
+    assert choices[0]["path"] == ("pd" if is_stale else "resident")
+    sent = [message for fake in cluster.fakes.values() for message in fake.heard(Prefill)]
+    assert len(sent) == (5 if is_stale else 4)
+    assert all(not worker.prompt_tokens and not worker.open for worker in cluster.stack.workers.all.values())
 
 
 async def test_hits_decide_what_is_short(start: Start) -> None:

@@ -16,7 +16,7 @@ async def test_chat_is_the_same_streamed_or_not(start: Start, pools: dict[str, i
     whole = (await cluster.chat()).json
     assert whole["object"] == "chat.completion"
     choice = whole["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": HELLO, "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": HELLO, "refusal": None, "annotations": []}
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] is None
 

@@ -87,9 +87,29 @@ async def test_disconnect_with_several_choices(start: Start) -> None:
     cluster = await start(colocated=1)
     cluster.colocated.stepwise = True
     _, writer = await begin_stream(cluster, n=3)
+    await cluster.colocated.saw(Prefill, 1)
+    cluster.colocated.step(1)  # the prompt is read: now the others may come
     await cluster.colocated.saw(Prefill, 3)
     writer.close()
     await cluster.colocated.saw(Abort, 3)
+    await nothing_open(cluster)
+
+
+async def test_several_choices_wait_until_the_prompt_is_read(start: Start) -> None:
+    cluster = await start(colocated=2)
+    workers = list(cluster.fakes.values())
+    for worker in workers:
+        worker.stepwise = True
+    _, writer = await begin_stream(cluster, n=3)
+    async with asyncio.timeout(5):
+        while not any(worker.heard(Prefill) for worker in workers):
+            await asyncio.sleep(0.001)
+    first = next(worker for worker in workers if worker.heard(Prefill))
+    assert len(first.heard(Prefill)) == 1
+    first.step(1)
+    await first.saw(Prefill, 3)  # all on the worker that has read it
+    writer.close()
+    await first.saw(Abort, 3)
     await nothing_open(cluster)
 
 

@@ -1,0 +1,119 @@
+"""API keys: read from a file, again whenever it changes, and compared in constant time.
+
+1. `Keys.check` says whose request it is, or 401. One key a line; blank lines and # comments are skipped.
+2. A file that cannot be read, or holds no key, while the router runs changes nothing: the keys known before stay.
+3. `Quota` counts what each key has in flight, and says 429 over the limit.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from starlette.datastructures import Headers
+
+from server.errors import StartError
+from server.router.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class Keys:
+    """Accepted keys; none = everybody is let in."""
+
+    def __init__(self, keys: list[bytes], file: Path | None = None) -> None:
+        self._digests = [_digest(key) for key in keys]
+        self._file = file
+        self._stamp = _stamp(file)
+
+    @classmethod
+    def read(cls, path: str | None) -> "Keys":
+        """Raises StartError."""
+        if path is None:
+            return cls([])
+        file = Path(path).expanduser()
+        try:
+            keys = _read(file)
+        except OSError as error:
+            raise StartError(f"cannot read the key file: {error}") from error
+        if not keys:
+            raise StartError(f"{path} holds no key")
+        return cls(keys, file)
+
+    def check(self, headers: Headers) -> str:
+        """A name for the key, not the key; empty when everybody is let in. Raises ApiError 401.
+
+        `Authorization: Bearer KEY`, or `X-Api-Key: KEY`.
+        """
+        self._reload()
+        if not self._digests:
+            return ""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = _digest(given.encode("latin-1"))  # as the header's bytes came
+        # Every key is compared, and by digests of one length, so that the time taken tells nothing.
+        if sum(hmac.compare_digest(digest, key) for key in self._digests) == 0:
+            what = "is not valid" if given else "is missing: send Authorization: Bearer KEY"
+            raise ApiError(401, f"the API key {what}", kind="authentication_error", code="invalid_api_key")
+        return digest.hex()[:16]
+
+    def _reload(self) -> None:
+        """A look at the file's times costs a microsecond."""
+        if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            keys = _read(self._file)
+        except OSError as error:
+            logger.warning("the key file cannot be read, the keys stay as they were: %s", error)
+            return
+        if not keys:
+            logger.warning("the key file holds no key, the keys stay as they were")
+            return
+        self._digests = [_digest(key) for key in keys]
+        logger.info("keys read again", extra={"fields": {"keys": len(keys)}})
+
+
+class Quota:
+    """Requests in flight by key."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        """Raises ApiError 429."""
+        if not self._most or not key:
+            yield
+            return
+        if self._counts[key] >= self._most:
+            message = f"this API key has {self._most} requests in flight, as many as it may"
+            raise ApiError(429, message, kind="rate_limit_error", code="key_limit", retry_after_s=1)
+        self._counts[key] += 1
+        try:
+            yield
+        finally:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(file: Path) -> list[bytes]:
+    lines = [line.strip() for line in file.read_bytes().splitlines()]
+    return [line for line in lines if line and not line.startswith(b"#")]
+
+
+def _stamp(file: Path | None) -> tuple[int, int, int] | None:
+    try:
+        stat = file.stat() if file else None
+    except OSError:
+        return None
+    return (stat.st_mtime_ns, stat.st_size, stat.st_ino) if stat else None
