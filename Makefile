@@ -5,6 +5,7 @@ TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m
 
 bin := $(VENV)/bin
+quick := not slow and not gpu and not clients
 stamp := $(VENV)/.installed
 
 # A venv named by the caller is the caller's: it is used as it is, with this tree on the import path.
@@ -16,7 +17,7 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install model check format test test-long test-gpu test-clients bench-engine demo clean
+.PHONY: help install model check format test test-again test-long test-gpu test-clients bench-engine demo clean
 
 help:
 	@echo "make install | model | check | format | test | test-long | test-gpu | test-clients | bench-engine | demo | clean"
@@ -44,7 +45,10 @@ format: $(installed)
 	$(bin)/ruff format
 
 test: $(installed)
-	$(bin)/python -m pytest -m "not slow and not gpu and not clients"
+	$(bin)/python -m pytest -m "$(quick)"
+
+test-again: $(installed)
+	$(bin)/python -m pytest -m "$(quick)" --last-failed --last-failed-no-failures none
 
 test-long: $(installed)
 	$(bin)/python -m pytest -m "slow and not gpu" --timeout 1800
