@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from server.config import Transfer
@@ -100,7 +101,9 @@ def receiving_side(
     on_peer_lost: Callable[[str, str], None],
 ) -> ReceivingSide:
     """`blocks`: uint8 [num_blocks, block_bytes], the pool that verified chunks are copied into."""
-    ring = LandingRing(config.ring_bytes, blocks.shape[1], config.chunk_tokens // spec.block_size, max_peers)
+    # A one-sided write lands on the device itself, and is verified and copied there; a socket fills host memory.
+    device = blocks.device if config.backend != "tcp" and not why_missing() else torch.device("cpu")
+    ring = LandingRing(config.ring_bytes, blocks.shape[1], config.chunk_tokens // spec.block_size, max_peers, device)
     transport = with_faults(make_transport(config, instance, ring), ring, os.environ.get("PDCTL_FAULTS", ""))
     receiver = Receiver(
         ring,
