@@ -121,18 +121,23 @@ def test_kill_prefill_while_it_reads(stack: Running, tiny_model_dir: Path) -> No
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 512) for _ in range(1500)] for _ in range(8)]
     model = reference.load(tiny_model_dir)
-    expected = [reference.generate(model, prompt, 32) for prompt in prompts]
-    url = stack.url
+    expected = [reference.generate(model, prompt, 200) for prompt in prompts]  # long enough to be caught reading
+    url, secret = stack.url, (stack.folder / "secret").read_text().strip()
     pid = process(stack, "prefill-0")["pid"]
     with ThreadPoolExecutor(16) as clients:
-        answers = clients.map(lambda prompt: complete(url, prompt)["token_ids"], prompts)
-        eventually(lambda: stack.admin("/admin/state")["router"]["running"], 30, "first of them reads its answer")
+        answers = clients.map(lambda prompt: complete(url, prompt, max_tokens=200)["token_ids"], prompts)
+        eventually(lambda: num_running(url, secret), 30, "first of them reads its answer")
         # 2. Prefill dies.
         kill(pid)
         # 3. Every answer is whole, and the right one.
         assert list(answers) == expected
     comes_back(stack, "prefill-0", pid)
     next_request_works(stack.url)
+
+
+def num_running(url: str, secret: str) -> int:
+    answer = httpx.get(f"{url}/admin/state", headers={"Authorization": f"Bearer {secret}"}, timeout=10)
+    return int(answer.json()["router"]["running"])
 
 
 def test_kill_supervisor(tmp_path: Path, tiny_model_dir: Path) -> None:
