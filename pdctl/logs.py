@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pdctl.exits import UsageError
+
 LEVELS = {"debug": 10, "info": 20, "warn": 30, "warning": 30, "error": 40, "critical": 50}
 TAIL_BYTES = 1 << 20
 
@@ -157,6 +159,18 @@ class Follower:
 
 def _inode(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_ino
+
+
+def check_filters(level: str, grep: str) -> None:
+    """Raises UsageError for a level that is none, or an expression that does not compile."""
+    if level and level not in LEVELS:
+        raise UsageError(f"--level {level}: no such level", help="debug | info | warn | error")
+    try:
+        re.compile(grep)
+    except re.error as error:
+        raise UsageError(
+            f"--grep {grep}: {error}", help="a Python regular expression; quote what is meant literally"
+        ) from error
 
 
 def wanted(line: Line, *, level: str = "", grep: str = "", since: float = 0.0) -> bool:

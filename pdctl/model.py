@@ -56,6 +56,6 @@ class Resolver:
         code, folder = child.exited.result(), last_line(self._answer)
         if code != 0 or not folder:
             cause = last_line(self._log).removeprefix("error: ") or cause_of(code, self._log)
-            raise ModelError(f"{cause} (log: {self._log})", help="pdctl logs model")
+            raise ModelError(f"{cause} (log: {self._log})", help=f"pdctl logs -n {self._log.parents[1].name} model")
         on_change("ready", folder)
         return folder

@@ -157,7 +157,7 @@ class Slot:
 
     def _start_error(self, reason: str) -> PdctlError:
         message = f"{self.info.name} did not start: {reason} (log: {self.info.log})"
-        help = str(self._said.get("help") or f"pdctl logs {self.info.name}")
+        help = str(self._said.get("help") or f"pdctl logs -n {Path(self.info.log).parents[1].name} {self.info.name}")
         if self._said.get("late"):
             return TimedOut(message, help=help)
         if self._said:

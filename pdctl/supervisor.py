@@ -171,7 +171,9 @@ class Supervisor:
         work.cancel()
         if not self._stop.is_set():
             waiting = [slot.info.name for slot in self._slots.values() if not slot.info.ready_at]
-            raise TimedOut(f"not ready within {limit:g} s: {', '.join(waiting)}", help="pdctl logs")
+            raise TimedOut(
+                f"not ready within {limit:g} s: {', '.join(waiting)}", help=f"pdctl logs -n {self._stack.name}"
+            )
 
     async def _start_all(self, placed: Plan) -> None:
         log, answer = self._dir.rotate_log("model"), self._dir.path / "boot" / "model.folder"

@@ -104,7 +104,7 @@ def _join(order: Start, stack: Stack, *, waits: bool) -> int:
         time.sleep(0.1)
         stack = order.stack_dir.read() or stack
     if waits and stack.is_over:
-        raise PdctlError(f"{stack.name} did not start: {stack.reason}", help="pdctl logs")
+        raise PdctlError(f"{stack.name} did not start: {stack.reason}", help=f"pdctl logs -n {stack.name}")
     _tell(stack.name, stack.url)
     return Exit.OK
 

@@ -75,7 +75,7 @@ def logs(
     which: Annotated[list[str] | None, typer.Argument(metavar="[WORKER|ROLE]...", help="default: all")] = None,
     name: NameOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow")] = False,
-    count: Annotated[int, typer.Option("-c", "--lines", help="last lines of each")] = 200,
+    count: Annotated[int, typer.Option("-c", "--lines", min=1, help="last lines of each")] = 200,
     since: Annotated[str | None, typer.Option(help="such as 10m")] = None,
     level: Annotated[str, typer.Option(help="debug | info | warn | error")] = "",
     grep: Annotated[str, typer.Option(metavar="RE")] = "",
@@ -91,6 +91,7 @@ def logs(
     from pdctl.render import LogPrinter
     from pdctl.rundir import find
 
+    files.check_filters(level, grep)
     stack_dir = find(settings(context).root, name)
     stack = stack_dir.read()
     chosen = _choose(sorted(path.stem for path in (stack_dir.path / "logs").glob("*.log")), which or [])

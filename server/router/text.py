@@ -75,7 +75,9 @@ class Text:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        # `encode` holds the interpreter lock to its end, and with it every stream; a batch of one does not.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     async def render_chat(

@@ -1,8 +1,12 @@
 """Log files: our JSON lines, other people's lines, and both merged."""
 
+import re
 from pathlib import Path
 
-from pdctl.logs import follow, last_line, parse, read, wanted
+import pytest
+
+from pdctl.exits import UsageError
+from pdctl.logs import check_filters, follow, last_line, parse, read, wanted
 
 
 def test_a_json_line_is_shown_as_text_with_its_fields() -> None:
@@ -65,3 +69,10 @@ def test_filters() -> None:
     assert wanted(warn, grep="d.sk")
     assert not wanted(warn, grep="net")
     assert wanted(parse("a", "plain", 5), level="error")
+
+
+@pytest.mark.parametrize(("level", "grep", "named"), [("loud", "", "loud"), ("", "((", "((")])
+def test_a_filter_that_is_none_is_a_usage_error(level: str, grep: str, named: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(named)):
+        check_filters(level, grep)
+    check_filters("warn", "a|b")

@@ -1,6 +1,7 @@
 """Properties of the text side: a stream is the whole text in pieces, whatever the text and wherever it is cut."""
 
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -133,3 +134,23 @@ async def test_far_too_long_is_refused_before_tokenizing(text: Text) -> None:
     with pytest.raises(ApiError) as caught:
         await text.encode("x" * 10**6, "prompt", limit=text.max_len)
     assert caught.value.error_code == "context_length_exceeded"
+
+
+def test_a_long_text_does_not_hold_the_interpreter(text: Text) -> None:
+    """Another thread gets its turns while a text is tokenized: `encode` would keep the lock to the end."""
+    turns = 0
+    over = threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    before = turns
+    text._encode("the quick brown fox " * 50_000, special=False)
+    during = turns - before
+    over.set()
+    counter.join(10)
+    assert during > 1000
