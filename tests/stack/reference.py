@@ -1,4 +1,4 @@
-"""What transformers itself generates: greedy, its own cache, its own attention."""
+"""What transformers itself generates: greedy, its own cache, its own default attention."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 @torch.inference_mode()

@@ -58,12 +58,17 @@ def test_sixteen_at_once(tiny_stack: tuple[str, Running], tiny_expected: list[tu
         assert answer["pdctl"]["path"] == path
 
 
-def check_smollm2(tmp: Path, folder: Path, lengths: list[int], profile: str) -> None:
-    """Float32: the same tokens."""
+Pairs = list[tuple[list[int], list[int]]]
+
+
+def smollm2_pairs(folder: Path, lengths: list[int]) -> Pairs:
     torch.set_num_threads(2)
     model = reference.load(folder)
-    pairs = [(p, reference.generate(model, p, 32)) for p in prompts(lengths, 49152)]
-    del model
+    return [(p, reference.generate(model, p, 32)) for p in prompts(lengths, 49152)]
+
+
+def check_smollm2(tmp: Path, folder: Path, pairs: Pairs, profile: str) -> None:
+    """Float32: the same tokens."""
     with running(tmp, profile, model=folder, kv_bytes="1GiB") as stack:
         url = stack.url
         with ThreadPoolExecutor(4) as clients:
@@ -74,13 +79,18 @@ def check_smollm2(tmp: Path, folder: Path, lengths: list[int], profile: str) -> 
 
 @pytest.mark.timeout(400)
 def test_smollm2_float32(tmp_path: Path, smollm2_dir: Path) -> None:
-    check_smollm2(tmp_path, smollm2_dir, [1, 16, 33, 63, 65, 128, 257, 400], PD)
+    check_smollm2(tmp_path, smollm2_dir, smollm2_pairs(smollm2_dir, [1, 16, 33, 63, 65, 128, 257, 400]), PD)
+
+
+@pytest.fixture(scope="module")
+def whole_list(smollm2_dir: Path) -> Pairs:
+    return smollm2_pairs(smollm2_dir, LENGTHS + LONG)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [PD, COLOCATED], ids=["pd", "colocated"])
-def test_smollm2_float32_whole_list(tmp_path: Path, smollm2_dir: Path, profile: str) -> None:
-    check_smollm2(tmp_path, smollm2_dir, LENGTHS + LONG, profile)
+def test_smollm2_float32_whole_list(tmp_path: Path, smollm2_dir: Path, whole_list: Pairs, profile: str) -> None:
+    check_smollm2(tmp_path, smollm2_dir, whole_list, profile)
 
 
 @pytest.mark.timeout(400)
