@@ -21,7 +21,7 @@ from server.errors import PdctlError, StartError
 
 NAME = "demo"
 QUESTION = "Why is the sky blue? Answer in three sentences."
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 UP_TIMEOUT_S = 1800.0
 
 
