@@ -144,8 +144,8 @@ class Decode(Pool):
     queue_low: int = Field(2, ge=0, le=4096)
     queue_high: int = Field(32, ge=0, le=4096)
     prefill_tokens: Annotated[int, Field(ge=0, le=2048)] | Auto = "auto"
-    idle_swap_s: Annotated[Seconds, Field(le=86400)] = Field(
-        30.0, description="a sequence whose client does not read gives its blocks away after so long; 0: it runs on"
+    idle_swap_s: Annotated[int, BeforeValidator(parse_seconds), Field(ge=0, le=86400)] = Field(
+        30, description="a sequence whose client does not read gives its blocks away after so long; 0: it runs on"
     )
 
     @model_validator(mode="after")

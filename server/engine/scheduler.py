@@ -113,7 +113,7 @@ class Scheduler:
         return seq
 
     def pause(self, seq_id: SeqId) -> None:
-        """Nobody reads its tokens: it is not computed, gives way first, and keeps its blocks for `idle_swap_s` at most."""
+        """Nobody reads its tokens: not computed, it gives way first, and keeps its blocks for `idle_swap_s` at most."""
         seq = self._roster.by_id.get(seq_id)
         if seq is not None and not seq.needs_grant:
             self._roster.paused.setdefault(seq_id, self._clock())
