@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from server.engine.attention import BatchMeta, row_order
+from server.engine.host_pool import Copy
+from server.engine.kv_cache import HostBlocks, KVCachePool, KVSpec
 from server.engine.model_runner import ModelRunner
 from server.errors import StartError
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice
@@ -136,3 +138,18 @@ def test_sampled_tokens_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
 def test_float32_is_refused(runner: ModelRunner) -> None:
     with pytest.raises(StartError, match="float32"):
         ModelRunner(runner.folder, device="cuda", dtype="float32")
+
+
+def test_blocks_go_to_pinned_host_memory_and_come_back() -> None:
+    pool = KVCachePool(KVSpec(3, 2, 64, torch.bfloat16, 16), 9, "cuda")
+    host = HostBlocks(pool, 4)
+    assert host.block_s > 0 and not pool.blocks.any()
+    pool.data.normal_()
+    torch.cuda.synchronize()
+    before = pool.blocks.clone()
+    # 1. A step is under way on the engine's stream all the while: copies neither wait for it nor mix with it.
+    torch.cuda._sleep(10_000_000)
+    host.copy([Copy(block, block - 1, is_out=True) for block in (1, 2, 3, 4)])
+    # 2. A host block that is read and used again in one go: the order of the list is kept.
+    host.copy([Copy(5, 0, is_out=False), Copy(6, 0, is_out=True), Copy(7, 0, is_out=False), Copy(8, 3, is_out=False)])
+    assert torch.equal(pool.blocks[[5, 7, 8]], before[[1, 6, 4]])
