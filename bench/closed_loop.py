@@ -188,6 +188,7 @@ def main() -> int:
     parser.add_argument("--per-slot", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=128_000, help="prompts are drawn from token ids below it")
     parser.add_argument("--set", action="append", default=[], help="over the profile")
+    parser.add_argument("--logs", help="a folder that the workers' logs are copied to")
     parser.add_argument("-o", "--output", help="a file for the JSON lines, beside stdout")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as state:
@@ -202,6 +203,8 @@ def main() -> int:
             model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
             measure(url, model, args)
         finally:
+            if args.logs:
+                shutil.copytree(next(Path(state).glob("*/logs")), args.logs, dirs_exist_ok=True)
             subprocess.run([*pdctl, "down", "--force"], env=env, check=False)
     return 0
 

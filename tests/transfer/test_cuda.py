@@ -38,9 +38,14 @@ def test_the_checksum_is_the_one_of_a_cpu() -> None:
 
 
 def test_a_chunk_crosses_while_the_engine_computes(world: World) -> None:
-    """1. The device is busy for two seconds on the stream that the engine uses. 2. A prompt's blocks cross, are
-    verified and copied, 3. before that is over."""
+    """1. What is loaded and allocated at its first use is. 2. The device is busy for two seconds on the stream that the
+    engine uses. 3. A prompt's blocks cross, are verified and copied before that is over."""
     source, target = list(range(10, 40)), list(range(100, 130))
+    world.open(seq(0), source, target)
+    world.push(seq(0), len(source))
+    world.complete(seq(0))
+    world.drop(seq(0))
+    world.pool.zero_()
     world.open(seq(1), source, target)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
