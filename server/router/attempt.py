@@ -122,6 +122,7 @@ class Attempt:
             route.worker.send(message)
         else:
             record.prefill = route.prefill.name
+            route.prefill.crossed_at = time.monotonic()
             route.prefill.attach(self.id, self._inbox)
             route.worker.attach(self.id, self._inbox)
             route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
