@@ -153,3 +153,24 @@ def test_blocks_go_to_pinned_host_memory_and_come_back() -> None:
     # 2. A host block that is read and used again in one go: the order of the list is kept.
     host.copy([Copy(5, 0, is_out=False), Copy(6, 0, is_out=True), Copy(7, 0, is_out=False), Copy(8, 3, is_out=False)])
     assert torch.equal(pool.blocks[[5, 7, 8]], before[[1, 6, 4]])
+
+
+def test_a_step_has_written_its_blocks_when_it_returns(runner: ModelRunner) -> None:
+    """The transfer reads the pool on another stream: a prompt's chunk is pushed as soon as `execute` is back, whether
+    it sampled or not, and a block that was freed after a step may be granted at once."""
+    whole = sequences(runner)[0]
+    for start, stop in ((0, 700), (700, 1100), (1100, len(whole.prompt))):
+        runner.execute(Batch([Slice(whole, start, stop - start)]))
+        assert torch.cuda.current_stream().query()
+
+
+def test_padding_of_a_graph_writes_the_null_block_alone(runner: ModelRunner) -> None:
+    """Three rows in the graph of four, one row in that of one: nobody else's blocks change."""
+    seqs = sequences(runner)
+    for seq in seqs:
+        runner.execute(Batch([Slice(seq, 0, len(seq.prompt) - 1)]))
+    for rows in (seqs[:3], seqs[3:4]):
+        before = runner.pool.blocks.clone()
+        runner.execute(Batch([Slice(seq, len(seq.prompt) - 1, 1) for seq in rows]))
+        changed = (runner.pool.blocks != before).any(1).nonzero().flatten().tolist()
+        assert set(changed) - {0} == {seq.block_table[(len(seq.prompt) - 1) // 16] for seq in rows}
