@@ -1,4 +1,4 @@
-"""The table of what a worker's memory goes to: budgets as the profile has them, weights as loaded, sums that are sums."""
+"""The table of what a worker's memory goes to: budgets as in the profile, weights as loaded, sums that are sums."""
 
 from pathlib import Path
 from typing import Any
