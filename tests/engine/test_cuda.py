@@ -1,11 +1,13 @@
 """On a CUDA device: every way a step can run gives the logits of transformers' eager attention there, bfloat16."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
+from server.device import on_host
 from server.engine.attention import BatchMeta, row_order
 from server.engine.host_pool import Copy
 from server.engine.kv_cache import HostBlocks, KVCachePool, KVSpec
@@ -174,3 +176,23 @@ def test_padding_of_a_graph_writes_the_null_block_alone(runner: ModelRunner) -> 
         runner.execute(Batch([Slice(seq, len(seq.prompt) - 1, 1) for seq in rows]))
         changed = (runner.pool.blocks != before).any(1).nonzero().flatten().tolist()
         assert set(changed) - {0} == {seq.block_table[(len(seq.prompt) - 1) // 16] for seq in rows}
+
+
+def test_reading_a_result_keeps_no_other_thread_from_the_device() -> None:
+    """1. One thread waits for the result of two seconds of work. 2. Another's kernel, on a stream of its own, is done
+    long before. (With a copy to ordinary memory it is launched only when the first thread has its result.)"""
+    torch.zeros(8, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    side, done = torch.cuda.Stream(), []
+    slow = torch.zeros(8, device="cuda")
+    torch.cuda._sleep(4_000_000_000)
+    slow.add_(1)
+    waiting = threading.Thread(target=lambda: done.append(on_host(slow).tolist()))
+    waiting.start()
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            torch.ones(8, device="cuda").add_(1)
+            side.synchronize()
+    assert done == []
+    waiting.join(30)
+    assert done == [[1.0] * 8]
