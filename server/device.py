@@ -5,9 +5,12 @@ from torch import Tensor
 
 
 def on_host(values: Tensor) -> Tensor:
-    """`values` on the CPU, complete. A copy from a device goes by way of pinned memory: one to ordinary memory waits for
-    the work before it inside the driver, and keeps every other thread's launches out meanwhile (two H200s, 8 prompts of
-    1024 tokens: a decode step's tokens read so made each chunk wait for the step, 32 ms a prompt; 3.5 ms without)."""
+    """`values` on the CPU, complete.
+
+    A copy from a device goes by way of pinned memory. One to ordinary memory waits for the work before it inside the
+    driver, and keeps every other thread's launches out meanwhile: with a decode step's tokens read so, each chunk that
+    arrived waited for the step (two H200s, eight prompts of 1024 tokens at once: KV 32 ms after prefill, now 3.5 ms).
+    """
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
