@@ -190,5 +190,8 @@ def _layout(config: Config) -> tuple[dict[str, int], dict[str, Any]]:
         "max_running": config.decode.max_running,
         "local_prefill_tokens": local if isinstance(local, int) else (256 if pool.gpus else 32),
         "block_size": config.model.block_size,
+        "queue_high": config.router.queue_high,
+        "prefill_queue_high": config.prefill.queue_high,
+        "rest_s": config.hybrid.rest_s,
     }
     return layout, sizes

@@ -3,7 +3,7 @@
 Cells that the stage model was fitted on say little; they are marked and left out of the medians.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -55,7 +55,11 @@ def _layout(mode: dict[str, Any]) -> Layout | None:
 
 def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Sizes, slo: Slo) -> Graded:
     assert layout is not None
-    lengths = Lengths(round(cell["prompt_tokens"]), round(cell["output_tokens"]))
+    shared, turns = float(cell.get("shared") or 0), int(cell.get("turns") or 1)
+    # Of a conversation the first prompt is asked for; what came is the mean over its turns.
+    prompt = cell["prompt"] if turns > 1 else round(cell["prompt_tokens"])
+    lengths = Lengths(prompt, round(cell["output_tokens"]), shared=shared, turns=turns)
+    sizes = replace(sizes, prefix_cache=lengths.has_prefixes)
     concurrency, rate = int(cell.get("concurrency") or 0), float(cell.get("rate") or 0)
     count = max(MIN_REQUESTS, 8 * concurrency)
     cluster = Cluster(layout, stages, sizes, slo, skip=concurrency)

@@ -30,6 +30,11 @@ class LeapingScheduler(Scheduler):
         return steps
 
     @property
+    def is_open(self) -> bool:
+        """Whether it grants: no high mark was passed."""
+        return self._gate.is_open
+
+    @property
     def running(self) -> list[Sequence]:
         return self._roster.running
 
@@ -43,3 +48,4 @@ class LeapingScheduler(Scheduler):
             missing = -(-seq.num_computed // size) - len(seq.block_table)
             if missing > 0:
                 seq.block_table += tables.pool.allocate(missing)
+            tables.wrote(seq, seq.num_computed - num_steps, seq.num_computed)

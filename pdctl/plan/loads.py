@@ -1,7 +1,7 @@
 """Loads to simulate: when requests come and how long they are. A closed loop's come when an earlier one ends."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 
@@ -10,15 +10,28 @@ class Arrival:
     at: float
     prompt: int
     output: int
+    prefix: tuple[tuple[int, int], ...] = ()  # (name, tokens) of its leading parts: equal names, equal tokens
+    then: tuple[int, ...] = ()  # closed loops: what its user adds in each further turn of a conversation
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Prompt and output tokens; `spread` is the coefficient of variation of both (gamma distributed)."""
+    """Prompt and output tokens; `spread` is the coefficient of variation of both (gamma distributed). `shared` is the
+    share of the prompt that all have in common, `turns` those of a conversation."""
 
     prompt: int
     output: int
     spread: float = 0.0
+    shared: float = 0.0
+    turns: int = 1
+
+    @property
+    def has_prefixes(self) -> bool:
+        return self.shared > 0 or self.turns > 1
+
+    def arrival(self, at: float, random: Random) -> Arrival:
+        prefix = ((1, round(self.prompt * self.shared)),) if self.shared else ()
+        return Arrival(at, *self.draw(random), prefix, (self.prompt,) * (self.turns - 1))
 
     def draw(self, random: Random) -> tuple[int, int]:
         if not self.spread:
@@ -36,18 +49,18 @@ def poisson(rate: float, count: int, lengths: Lengths, seed: int = 1, burst: flo
     shape = burst**-2
     for _ in range(count):
         at += random.gammavariate(shape, 1 / (rate * shape)) if burst != 1.0 else random.expovariate(rate)
-        yield Arrival(at, *lengths.draw(random))
+        yield lengths.arrival(at, random)
 
 
 def closed(count: int, lengths: Lengths, seed: int = 1) -> Iterator[Arrival]:
     """For Cluster.run(concurrency=n): `at` is not looked at."""
     random = Random(seed)
     for _ in range(count):
-        yield Arrival(0.0, *lengths.draw(random))
+        yield lengths.arrival(0.0, random)
 
 
 def scaled(trace: list[Arrival], rate: float) -> list[Arrival]:
     """The same requests, faster or slower, so that `rate` of them come a second on average."""
     span = trace[-1].at - trace[0].at
     factor = (len(trace) - 1) / (rate * span) if span else 0.0
-    return [Arrival((a.at - trace[0].at) * factor, a.prompt, a.output) for a in trace]
+    return [replace(a, at=(a.at - trace[0].at) * factor) for a in trace]

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pdctl.bench.traces import MOONCAKE_BLOCK, Recorded
 from pdctl.bench.traces import read as read_trace
 from pdctl.exits import UsageError
 from pdctl.plan import check, words
@@ -13,7 +14,7 @@ from pdctl.plan.fit import fit
 from pdctl.plan.loads import Arrival, Lengths
 from pdctl.plan.roofline import estimate
 from pdctl.plan.search import Found, Load, Search
-from pdctl.plan.sim import Sizes
+from pdctl.plan.sim import FRESH, Sizes
 from pdctl.plan.stages import Stages, from_rates
 from pdctl.plan.tally import Slo
 from pdctl.profile import load as load_profile
@@ -91,7 +92,10 @@ def plan(asked: Asked, *, as_json: bool) -> int:
     ratio = best_ratio(rates(stages, load.lengths.prompt, load.lengths.output))
     devices = asked.num_devices or ratio.prefill + ratio.decode
     # More devices serve the same number in less time: without more requests a growing queue would not be seen.
-    search = Search(stages, load, slo, sizes_of(config, stages), count=max(asked.count, asked.count * devices // 4))
+    sizes = replace(sizes_of(config, stages), prefix_cache=load.has_prefixes)
+    if asked.profile:  # without one, a plan says what it should be
+        sizes = replace(sizes, queue_high=config.router.queue_high)
+    search = Search(stages, load, slo, sizes, count=max(asked.count, asked.count * devices // 4))
     found = search.compare(devices, asked.thresholds or _thresholds(load), note)
     value = _value(asked, search, found, slo, stages)
     if as_json:
@@ -103,13 +107,18 @@ def plan(asked: Asked, *, as_json: bool) -> int:
 
 def _load(asked: Asked) -> Load:
     if asked.trace is not None:
-        trace = tuple(Arrival(r.at, r.prompt, r.output) for r in read_trace(asked.trace, asked.count))
+        trace = tuple(_arrival(r) for r in read_trace(asked.trace, asked.count))
         prompt = round(sum(a.prompt for a in trace) / len(trace))
         output = round(sum(a.output for a in trace) / len(trace))
         return Load(Lengths(prompt, output), asked.rate, trace)
     if asked.prompt < 1 or asked.output < 1:
         raise UsageError("a plan needs --prompt and --output (tokens), or --trace FILE")
     return Load(Lengths(asked.prompt, asked.output, asked.spread), asked.rate, burst=asked.burst)
+
+
+def _arrival(recorded: Recorded) -> Arrival:
+    prefix = tuple((1 + name % (FRESH - 1), MOONCAKE_BLOCK) for name in recorded.prefix)
+    return Arrival(recorded.at, recorded.prompt, recorded.output, prefix)
 
 
 def _thresholds(load: Load) -> tuple[int, ...]:
@@ -131,6 +140,8 @@ def sizes_of(config: Config, stages: Stages) -> Sizes:
         max_running=config.decode.max_running,
         local_prefill_tokens=local if isinstance(local, int) else (CPU_LOCAL_PREFILL if on_cpu else 256),
         block_size=config.model.block_size,
+        prefill_queue_high=config.prefill.queue_high,
+        rest_s=config.hybrid.rest_s,
     )
 
 
@@ -156,6 +167,7 @@ def _value(asked: Asked, search: Search, found: list[Found], slo: Slo, stages: S
         "best": str(found[0].layout),
         "verdict": words.verdict(found, slo),
         "devices_needed": needed,
+        "queue": words.queue(found[0], search.sizes.queue_high),
         "sensitivity": _sensitivity(search),
         "stages": stages.to_json(),
     }
@@ -189,6 +201,8 @@ def _print(value: dict[str, Any], search: Search, found: list[Found]) -> None:
     print(f"\n{value['verdict']}")
     if value["devices_needed"]:
         print(f"{search.load.rate:g} requests/s need {value['devices_needed']} devices as {value['best']}")
+    if value["queue"]:
+        print(value["queue"])
     lengths = "; ".join(f"{s['prompt']}/{s['output']}: {s['ratio']}" for s in value["sensitivity"])
     print(f"ratio at other lengths (prompt/output): {lengths}")
 

@@ -27,6 +27,10 @@ class Load:
     trace: tuple[Arrival, ...] = ()
     burst: float = 1.0
 
+    @property
+    def has_prefixes(self) -> bool:
+        return self.lengths.has_prefixes or any(a.prefix for a in self.trace)
+
     def arrivals(self, rate: float, count: int) -> list[Arrival]:
         if self.trace:
             return scaled(list(self.trace[:count]), rate)

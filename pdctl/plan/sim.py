@@ -1,30 +1,33 @@
 """A cluster in virtual time: the router's choice, grants, steps and transfers of the real design, event by event.
 
-    1. arrival     the router picks the pair with the shortest queue; a prompt under the threshold stays on one worker
+    1. arrival     429 where `queue_high` wait; else the server's own Chooser: resident, one worker, or a pair
     2. grant       the prefill half asks when it is near the front; decode promises blocks under its high mark
     3. prefill     chunk by chunk; what is computed goes to the link while the next chunk is
     4. transfer    one chunk after another on a link that both ends share; the first token does not wait for it
     5. decode      from the next step of its worker on
 
-The schedulers, their admission, grants and preemption are the server's own code. What is left out: faults, text, the
-429 of a full router queue (a plan asks what would have to be served), and prefix hits.
+The schedulers, their admission, grants and preemption are the server's own code. What is left out: faults and text.
+A router here sees its workers as they are, where a real one sees them as they were a moment ago.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 from pdctl.plan.loads import Arrival
-from pdctl.plan.stages import Stages, StepModel
+from pdctl.plan.router import Router, Seen, look_at
+from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo, Summary, Tally
 from pdctl.plan.worker import TOKEN, Request, SimWorker
 from server.engine.block_pool import BlockPool
 from server.engine.scheduler import Limits, Step
+from server.router.attempt import Plan
 from server.sequence import SamplingParams, SeqId
 
 AHEAD = 4
+FRESH = 1 << 31  # names of tokens that are in one prompt alone; those of a load's prefixes are below
+RETRY_S = 0.001  # a user who was refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class Sizes:
     block_size: int = 16
     age_limit_s: float = 5.0
     hop_s: float = 0.0  # one control message
+    queue_high: int = 1 << 30  # of the router: requests waiting for a first token before clients get 429
+    prefill_queue_high: int = 8
+    rest_s: float = 5.0  # hybrid.rest_s
+    prefix_cache: bool = False  # wanted only where prompts have something in common: naming blocks takes time
 
 
 class Cluster:
@@ -81,49 +88,62 @@ class Cluster:
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
         self._order = count()
         self._prompts: dict[int, list[int]] = {}
-        self._readers = self._pool(layout.prefill, stages.prefill, is_prefill=True)
-        self._writers = self._pool(
-            layout.decode or layout.colocated, stages.decode if layout.decode else stages.colocated
-        )
+        self._readers = self._pool("prefill", layout.prefill)
+        self._writers = self._pool("colocated", layout.colocated) or self._pool("decode", layout.decode)
+        self._workers = {worker.name: worker for worker in (*self._readers, *self._writers)}
         for worker in self._readers:
             worker.after_step = self._ask
         for worker in self._writers:
             worker.after_step = self._grant
-        self._queued = [0] * len(self._readers)  # prompt tokens sent and not yet answered
-        self._local = [0] * len(self._writers)
-        self._open = [0] * len(self._writers)
+        self.router = Router(
+            [Seen(worker.name, "prefill") for worker in self._readers],
+            [Seen(worker.name, "colocated" if layout.colocated else "decode") for worker in self._writers],
+            threshold=layout.threshold,
+            block_size=self._sizes.block_size,
+            has_prefixes=self._sizes.prefix_cache,
+            queue_high=self._sizes.queue_high,
+            prefill_queue_high=self._sizes.prefill_queue_high,
+            rest_s=self._sizes.rest_s,
+        )
+        self._seen = {seen.name: seen for seen in (*self.router.readers, *self.router.writers)}
         self._arrivals: Iterator[Arrival] = iter(())
         self._is_closed = False
         self._limit_missed = 1 << 60
         self._count = count()
 
-    def _pool(self, size: int, model: StepModel, is_prefill: bool = False) -> list[SimWorker]:
-        sizes = self._sizes
-        local = None if is_prefill or self._layout.colocated else sizes.local_prefill_tokens
+    def _pool(self, role: str, size: int) -> list[SimWorker]:
+        sizes, stages = self._sizes, self._stages
+        model = {"prefill": stages.prefill, "decode": stages.decode, "colocated": stages.colocated}[role]
         limits = Limits(
             token_budget=sizes.token_budget,
             chunk_tokens=min(sizes.chunk_tokens, sizes.token_budget),
             max_seqs=sizes.max_seqs,
-            max_running=sizes.max_seqs if is_prefill else sizes.max_running,
-            local_prefill_tokens=local,
+            max_running=sizes.max_seqs if role == "prefill" else sizes.max_running,
+            local_prefill_tokens=sizes.local_prefill_tokens if role == "decode" else None,
             age_limit_s=sizes.age_limit_s,
             ahead=AHEAD,
         )
         return [
             SimWorker(
-                i,
+                f"{role}-{i}",
                 model,
+                stages.decode if role == "prefill" else model,  # one that rests may decode
                 replace(limits),
-                BlockPool(sizes.num_blocks, sizes.block_size, prefix_cache=False),
+                self._blocks(),
                 lambda: self.now,
                 self._at,
-                self._sampled_prompt if is_prefill else self._sampled,
+                self._sampled,
                 self.tally.gaps,
                 self._slowdown if self._stages.has_contention else None,
                 self._can_leap,
             )
             for i in range(size)
         ]
+
+    def _blocks(self) -> BlockPool:
+        pool = BlockPool(self._sizes.num_blocks, self._sizes.block_size, self._sizes.prefix_cache)
+        pool.is_watched = self._sizes.prefix_cache
+        return pool
 
     def _slowdown(self, worker: SimWorker, is_decoding: bool) -> float:
         """By those who compute as this step begins, `worker` not counted."""
@@ -144,7 +164,7 @@ class Cluster:
         while events and self.tally.num_missed <= max_missed:
             self.now, _, handler, argument = pop(events)
             handler(argument)
-        return self.tally.summary(self.utilisation())
+        return self.tally.summary(self.utilisation(), self.router.most_waiting)
 
     def utilisation(self) -> dict[str, float]:
         """Share of the time that each pool computed."""
@@ -168,42 +188,65 @@ class Cluster:
     def _arrive(self, arrival: Arrival) -> None:
         if not self._is_closed:
             self._next()
-        prompt = self._prompts.setdefault(arrival.prompt, [0] * arrival.prompt)
-        request = Request(
-            SeqId("sim", next(self._count), 0), self.now, prompt, SamplingParams(max_tokens=arrival.output)
-        )
-        started = self.now + self._stages.router_s
-        if not self._readers or arrival.prompt < self._layout.threshold:
-            self._send_local(request, started)
-        else:
-            self._send_pair(request, started)
+        self._ask_for(self._prompt(arrival), arrival.output, arrival.then)
 
-    def _send_local(self, request: Request, at: float) -> None:
-        loads = [*zip(self._local, self._open, strict=True)]
-        request.reader = -1
-        request.writer = worker = _least(loads)
-        self._local[worker] += len(request.prompt)
-        self._open[worker] += 1
-        self._at(at, self._add, request)
+    def _prompt(self, arrival: Arrival) -> list[int]:
+        if not self._sizes.prefix_cache:
+            return self._prompts.setdefault(arrival.prompt, [0] * arrival.prompt)
+        common = [name for name, size in arrival.prefix for _ in range(size)][: arrival.prompt]
+        return common + self._fresh(arrival.prompt - len(common))
 
-    def _send_pair(self, request: Request, at: float) -> None:
-        request.reader, request.writer = _least(self._queued), _least(self._open)
-        self._queued[request.reader] += len(request.prompt)
-        self._open[request.writer] += 1
-        self._at(at, self._read, request)
+    def _fresh(self, num_tokens: int) -> list[int]:
+        """Tokens that nothing else begins with."""
+        return [FRESH + next(self._count)] * num_tokens
+
+    def _ask_for(self, prompt: list[int], output: int, then: tuple[int, ...]) -> None:
+        if not self.router.admit():
+            self.tally.refuse()
+            if self._is_closed:
+                self._at(self.now + max(RETRY_S, self._stages.router_s), self._next, None)
+            return
+        seq_id, params = SeqId("sim", next(self._count), 0), SamplingParams(max_tokens=output)
+        request = Request(seq_id, self.now, prompt, params, then=then)
+        self._look()
+        self._send(request, self.router.choose(prompt, self.now))
+
+    def _look(self) -> None:
+        """What the router is about to decide by."""
+        if self._sizes.prefix_cache or self._layout.threshold:
+            for name, worker in self._workers.items():
+                worker.interrupt()
+                worker.look()
+                look_at(self._seen[name], worker)
+
+    def _send(self, request: Request, plan: Plan) -> None:
+        self.router.send(request, plan, self.now)
+        self._at(self.now + self._stages.router_s, self._add if plan.route.prefill is None else self._read, request)
+
+    def _writer(self, request: Request) -> SimWorker:
+        return self._workers[request.plan.route.worker.name]
+
+    def _reader(self, request: Request) -> SimWorker:
+        assert request.plan.route.prefill is not None, "it crosses"
+        return self._workers[request.plan.route.prefill.name]
 
     # A whole sequence on one worker
 
     def _add(self, request: Request) -> None:
-        worker = self._writers[request.writer]
+        worker, plan = self._writer(request), request.plan
         worker.interrupt()
-        worker.scheduler.add(request.half(self.now))
+        pool = worker.scheduler.pool
+        if plan.num_resident and len(pool.match(request.prompt[:-1])) * pool.block_size < plan.num_resident:
+            self.router.go_otherwise(request, self.now)
+            self._at(self.now + 2 * self._sizes.hop_s, self._read, request)
+        else:
+            worker.scheduler.add(request.half(self.now))
         worker.look()
 
     # Prefill half
 
     def _read(self, request: Request) -> None:
-        worker = self._readers[request.reader]
+        worker = self._reader(request)
         worker.interrupt()
         worker.scheduler.add(request.half(self.now, needs_grant=True))
         self._ask(worker)
@@ -213,17 +256,17 @@ class Cluster:
         for seq in worker.scheduler.grants_wanted():
             self._at(self.now + self._sizes.hop_s, self._expect, seq.request)  # type: ignore[attr-defined]
 
-    def _granted(self, told: tuple[Request, int]) -> None:
-        request, generation = told
-        worker = self._readers[request.reader]
+    def _granted(self, told: tuple[Request, int, int]) -> None:
+        request, generation, num_resident = told
+        worker = self._reader(request)
         worker.interrupt()
-        worker.scheduler.granted(request.id, generation, 0)
+        worker.scheduler.granted(request.id, generation, num_resident)
         self._ask(worker)
         worker.look()
 
-    def _sampled_prompt(self, worker: SimWorker, step: Step) -> None:
+    def _sampled_half(self, worker: SimWorker, step: Step) -> None:
         request: Request = step.seq.request  # type: ignore[attr-defined]
-        peer = self._writers[request.writer]
+        peer = self._writer(request)
         if step.ready:
             size = len(step.ready) * worker.block_size * self._stages.kv_token_bytes
             start = max(self.now, worker.link_free, peer.link_free)
@@ -231,7 +274,7 @@ class Cluster:
         if step.token is None:
             return
         request.first = request.last = self.now
-        self._queued[request.reader] -= len(request.prompt)
+        self.router.has_read(request)
         if step.finished:
             self._at(self.now + self._sizes.hop_s, self._dropped, request)
             self._release(request)
@@ -241,7 +284,7 @@ class Cluster:
         self._at(self.now + request.transfer_s, self._received, request)
 
     def _release(self, request: Request) -> None:
-        worker = self._readers[request.reader]
+        worker = self._reader(request)
         worker.interrupt()
         worker.scheduler.release(request.id)
         worker.look()
@@ -249,7 +292,7 @@ class Cluster:
     # Decode half
 
     def _expect(self, request: Request) -> None:
-        worker = self._writers[request.writer]
+        worker = self._writer(request)
         worker.interrupt()
         worker.scheduler.expect(request.half(self.now))
         self._grant(worker)
@@ -257,11 +300,18 @@ class Cluster:
 
     def _grant(self, worker: SimWorker) -> None:
         for seq in worker.scheduler.grants_possible():
-            told = (seq.request, seq.generation)  # type: ignore[attr-defined]
+            told = (seq.request, seq.generation, seq.num_resident_blocks)  # type: ignore[attr-defined]
             self._at(self.now + self._sizes.hop_s, self._granted, told)
+        self._mark(worker)
+
+    def _mark(self, worker: SimWorker) -> None:
+        """The router hears when a worker passes its marks."""
+        seen, over = self._seen[worker.name], not worker.scheduler.is_open
+        if seen.burden[0] != over:
+            look_at(seen, worker)
 
     def _received(self, request: Request) -> None:
-        worker = self._writers[request.writer]
+        worker = self._writer(request)
         worker.interrupt()
         worker.scheduler.received(request.id, TOKEN)
         worker.look()
@@ -269,7 +319,7 @@ class Cluster:
 
     def _dropped(self, request: Request) -> None:
         """The first token was the last: the grant is given back."""
-        worker = self._writers[request.writer]
+        worker = self._writer(request)
         worker.interrupt()
         worker.scheduler.abort(request.id)
         self._grant(worker)
@@ -278,6 +328,9 @@ class Cluster:
     # Tokens
 
     def _sampled(self, worker: SimWorker, step: Step) -> None:
+        if step.seq.needs_grant:
+            self._sampled_half(worker, step)
+            return
         if step.token is None:
             return
         request: Request = step.seq.request  # type: ignore[attr-defined]
@@ -285,17 +338,17 @@ class Cluster:
             self.tally.gaps.add(self.now - request.last)
         else:
             request.first = self.now
-            self._local[request.writer] -= len(request.prompt)
+            self.router.has_read(request)
         request.last = self.now
         if step.finished:
             self._done(request)
 
     def _done(self, request: Request) -> None:
-        self._open[request.writer] -= 1
-        self.tally.add(request.arrival, request.first, request.last, request.params.max_tokens, request.transfer_s)
-        if self._is_closed:
+        self.router.over(request)
+        output = request.params.max_tokens
+        self.tally.add(request.arrival, request.first, request.last, output, request.transfer_s)
+        if request.then:
+            more, *then = request.then
+            self._ask_for(request.prompt + [TOKEN.id] * output + self._fresh(more), output, tuple(then))
+        elif self._is_closed:
             self._next()
-
-
-def _least(loads: list[Any]) -> int:
-    return loads.index(min(loads))

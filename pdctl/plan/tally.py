@@ -57,6 +57,8 @@ class Summary:
     attained: float
     goodput: float
     utilisation: dict[str, float]
+    num_refused: int = 0  # 429
+    most_waiting: int = 0  # for a first token, at once: router.queue_high has to be above it
 
 
 class Tally:
@@ -68,13 +70,18 @@ class Tally:
         self.gaps = Gaps()
         self.num_tokens = 0
         self.num_attained = 0
+        self.num_refused = 0
         self._skip = skip
         self._since: float | None = None
         self._until = 0.0
 
     @property
     def num_missed(self) -> int:
-        return len(self.ttft) - self.num_attained
+        return len(self.ttft) - self.num_attained + self.num_refused
+
+    def refuse(self) -> None:
+        """One that got 429: it has no times, and missed."""
+        self.num_refused += 1
 
     def add(self, arrival: float, first: float, last: float, num_output: int, transfer_s: float = 0.0) -> None:
         if self._skip:
@@ -92,11 +99,11 @@ class Tally:
         self.num_tokens += num_output
         self.num_attained += ttft <= self.slo.ttft_s and tpot <= self.slo.tpot_s
 
-    def summary(self, utilisation: dict[str, float]) -> Summary:
+    def summary(self, utilisation: dict[str, float], most_waiting: int = 0) -> Summary:
         count = len(self.ttft)
         seconds = max(1e-9, self._until - (self._since or 0.0))
         ttft, tpot = sorted(self.ttft), sorted(self.tpot)
-        rate, attained = (count - 1) / seconds, self.num_attained / max(1, count)
+        rate, attained = (count - 1) / seconds, self.num_attained / max(1, count + self.num_refused)
         return Summary(
             num_requests=count,
             seconds=seconds,
@@ -112,8 +119,10 @@ class Tally:
             itl_max=self.gaps.max,
             transfer_mean=fmean(self.transfer) if self.transfer else 0.0,
             attained=attained,
-            goodput=rate * attained,
+            goodput=rate * self.num_attained / max(1, count),
             utilisation=utilisation,
+            num_refused=self.num_refused,
+            most_waiting=most_waiting,
         )
 
 

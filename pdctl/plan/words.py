@@ -5,6 +5,7 @@ from pdctl.plan.search import Found
 from pdctl.plan.tally import Slo
 from pdctl.render import table
 
+DEFAULT_QUEUE_HIGH = 50  # router.queue_high where a profile says nothing
 _CLOSE = 1.05  # layouts within 5 % count as equal: the simulation is not better than that
 
 
@@ -63,6 +64,16 @@ def _why_none(found: Found, slo: Slo) -> str:
         f"even almost idle {found.layout} has TTFT {s.ttft_mean * 1e3:.0f} ms (objective {slo.ttft_s * 1e3:.0f}) and "
         f"TPOT {s.tpot_mean * 1e3:.1f} ms (objective {slo.tpot_s * 1e3:.1f})"
     )
+
+
+def queue(best: Found, queue_high: int) -> str:
+    """What router.queue_high has to be for this load, where the default or the profile's is too low; else nothing."""
+    waiting, refused = best.summary.most_waiting, best.summary.num_refused
+    if refused:
+        return f"{refused} requests got 429 at router.queue_high = {queue_high}: more devices, or a higher one"
+    if waiting >= min(queue_high, DEFAULT_QUEUE_HIGH):
+        return f"up to {waiting} requests wait for a first token at once: router.queue_high = {2 * waiting}"
+    return ""
 
 
 def layouts(found: list[Found]) -> str:

@@ -13,6 +13,7 @@ from pdctl.plan.stages import StepModel
 from pdctl.plan.tally import Gaps
 from server.engine.block_pool import BlockPool
 from server.engine.scheduler import Limits, Step
+from server.router.attempt import Plan
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Token
 
 TOKEN = Token(0)
@@ -29,8 +30,10 @@ class Request:
     first: float = 0.0
     last: float = 0.0
     transfer_s: float = 0.0
-    reader: int = 0  # worker that reads the prompt
-    writer: int = 0  # worker that decodes
+    read_from: float = -1.0  # when its prompt began to be read
+    num_cached: int = 0  # tokens of it that were not read
+    then: tuple[int, ...] = ()  # tokens that its user adds in each further turn
+    plan: Plan = None  # type: ignore[assignment]  # from when a router has chosen
 
     def half(self, now: float, needs_grant: bool = False) -> "Half":
         return Half(self.id, self.prompt, self.params, arrival=now, needs_grant=needs_grant, request=self)
@@ -72,8 +75,9 @@ class SimWorker:
 
     def __init__(
         self,
-        index: int,
+        name: str,
         model: StepModel,
+        mixed: StepModel,
         limits: Limits,
         pool: BlockPool,
         clock: Callable[[], float],
@@ -83,12 +87,13 @@ class SimWorker:
         slowdown: Callable[["SimWorker", bool], float] | None = None,
         can_leap: bool = True,
     ) -> None:
-        self.index = index
+        self.name = name
         self.scheduler = LeapingScheduler(limits, pool, clock)
         self.block_size = pool.block_size
         self.link_free = 0.0
         self.busy_s = 0.0
         self._model = model
+        self._mixed = mixed  # of steps in which anything decodes
         self._clock = clock
         self._at = at
         self._sampled = sampled
@@ -138,16 +143,22 @@ class SimWorker:
 
     def _seconds(self, batch: Batch) -> float:
         num_prompt, prompt_context, num_decoding, context = 0, 0.0, 0, 0
+        model = self._model
         for piece in batch.slices:
             n = piece.num_tokens
             if n == 1:
                 num_decoding += 1
                 context += piece.start
+                if piece.seq.output:
+                    model = self._mixed
             else:
                 num_prompt += n
                 prompt_context += n * (piece.start + n / 2)
+                request: Request = piece.seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
+                if request.read_from < 0:
+                    request.read_from, request.num_cached = self._clock(), piece.start
         self._is_decoding = not num_prompt
-        seconds = self._model.step_s(num_prompt, prompt_context, num_decoding, context)
+        seconds = model.step_s(num_prompt, prompt_context, num_decoding, context)
         return seconds if self._slowdown is None else seconds * self._slowdown(self, self._is_decoding)
 
     def _finish(self, version: int) -> None:
@@ -167,8 +178,8 @@ class SimWorker:
     def _take_off(self, num_steps: int) -> None:
         running = self.scheduler.running
         context = sum(seq.num_computed for seq in running)
-        first = self._model.step_s(0, 0, len(running), context)
-        slope = self._model.context_token_s * len(running)
+        first = self._mixed.step_s(0, 0, len(running), context)
+        slope = self._mixed.context_token_s * len(running)
         self._leap = leap = Leap(self._clock(), num_steps, first, slope)
         self._version += 1
         self._at(leap.after(num_steps), self._end_leap, self._version)

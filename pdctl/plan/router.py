@@ -1,0 +1,130 @@
+"""The simulated router: the server's own `Chooser` decides, over what a router knows of workers that are simulated.
+
+What is the dispatcher's is told again here, in few lines, for that one lives on connections: who may do a whole
+sequence (`Router.alone`), and who is refused (`Router.admit`). tests/plan/test_router.py holds both to the same
+decisions.
+"""
+
+from operator import attrgetter
+
+from pdctl.plan.worker import Request, SimWorker
+from server.messages import NAME_BYTES, Card, Load
+from server.router.attempt import Plan, Route
+from server.router.choice import Chooser
+from server.router.timing import Record
+from server.router.worker import Inbox, Worker
+from server.wire import Identity
+
+NOBODY, NO_CARD = Identity("router", "router", "sim"), Card({})
+
+
+class Seen(Worker):
+    """What a router knows of a worker, with no connection behind it."""
+
+    def __init__(self, name: str, role: str) -> None:
+        super().__init__(name, role, "", me=NOBODY, secret=b"", card=NO_CARD, on_change=lambda worker: None)
+        self.crossed_at = float("-inf")  # a stack that has served the load for a while
+
+    @property
+    def burden(self) -> tuple[bool, int]:
+        return self.load is not None and self.load.over_high, len(self.open)
+
+
+class Router:
+    """`readers` and `writers` stand beside the cluster's pools. Without prefixes to hit it looks only at the best of
+    each pool: they make the best pair, and 1,000 workers are spared the product of both."""
+
+    def __init__(
+        self,
+        readers: list[Seen],
+        writers: list[Seen],
+        *,
+        threshold: int,
+        block_size: int,
+        has_prefixes: bool = False,
+        queue_high: int = 1 << 30,
+        prefill_queue_high: int = 8,
+        rest_s: float = 5.0,
+    ) -> None:
+        self.readers, self.writers = readers, writers
+        self.chooser = Chooser("kv-aware", block_size, 1 << 30)
+        self.chooser.threshold, self.chooser.queue_high = threshold, prefill_queue_high
+        self.num_waiting = self.most_waiting = self.num_refused = 0
+        self._queue_high, self._rest_s, self._has_prefixes = queue_high, rest_s, has_prefixes
+
+    def admit(self) -> bool:
+        """False: 429, as many wait for a first token as may."""
+        if self.num_waiting >= self._queue_high:
+            self.num_refused += 1
+            return False
+        self.num_waiting += 1
+        self.most_waiting = max(self.most_waiting, self.num_waiting)
+        return True
+
+    def choose(self, prompt: list[int], now: float) -> Plan:
+        pairs, alone = self._candidates(now)
+        plan = self.chooser.plan(prompt, "", pairs, alone)
+        assert plan is not None, "a layout has workers"
+        return plan
+
+    def _candidates(self, now: float) -> tuple[list[Route], list[Route]]:
+        readers, writers, alone = self.readers, self.writers, self.alone(now)
+        if not self._has_prefixes:
+            readers = [min(readers, key=attrgetter("prompt_tokens"))] if readers else []
+            needs_single = not readers or self.chooser.threshold != 0
+            alone = [min(alone, key=lambda w: (w.burden[0], w.prompt_tokens, len(w.open)))] if needs_single else []
+            writers = [min(writers, key=attrgetter("burden"))] if readers else []
+        return [Route(d, p) for p in readers for d in writers], [Route(worker) for worker in alone]
+
+    def alone(self, now: float) -> list[Seen]:
+        """Who can do a whole sequence: those who decode, and prefill workers while they rest."""
+        if not self._rest_s or self.chooser.threshold == 0:
+            return self.writers
+        return [*self.writers, *(w for w in self.readers if now - w.crossed_at > self._rest_s)]
+
+    def send(self, request: Request, plan: Plan, now: float) -> None:
+        """As an `Attempt` does."""
+        request.plan = plan
+        for worker in plan.route.workers:
+            worker.open[request.id] = _INBOX
+        plan.route.workers[0].begin_reading(plan.num_to_read)
+        if plan.route.prefill is not None:
+            plan.route.prefill.crossed_at = now
+
+    def has_read(self, request: Request) -> None:
+        """The first token is here."""
+        self._end_reading(request)
+        self.num_waiting -= 1
+
+    def go_otherwise(self, request: Request, now: float) -> None:
+        """The worker that was believed to have the prompt does not."""
+        plan = request.plan
+        assert plan.otherwise is not None
+        self._end_reading(request)
+        del plan.route.worker.open[request.id]
+        self.send(request, plan.otherwise, now)
+
+    def _end_reading(self, request: Request) -> None:
+        request.plan.route.workers[0].end_reading(request.plan.num_to_read)
+
+    def over(self, request: Request) -> None:
+        for worker in request.plan.route.workers:
+            worker.open.pop(request.id, None)
+        if self.chooser.threshold == 0:
+            return  # every prompt crosses: nobody asks for rates
+        stages = {"start": request.read_from, "end": request.first}
+        size, cached = len(request.prompt), request.num_cached
+        self.chooser.rates.observe(
+            Record(0.0, path=request.plan.path, prompt_tokens=size, cached_tokens=cached, prefill_stages=stages)
+        )
+
+
+_INBOX = Inbox()  # that nobody reads: what is open is counted
+
+
+def look_at(seen: Seen, worker: SimWorker) -> None:
+    """What a worker tells a router, all of it and at once."""
+    scheduler, pool = worker.scheduler, worker.scheduler.pool
+    seen.load = Load(0, 0, 0, 0, 0, pool.num_usable, pool.num_used, 0, over_high=not scheduler.is_open)
+    for digest, is_here in pool.take_changes().items():
+        (seen.cached.add if is_here else seen.cached.discard)(digest[:NAME_BYTES])
