@@ -170,7 +170,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
     modes = [mode["name"] for mode in result["modes"]]
     base = base_of(modes)
     lines = [_side(pairs(result, base, other), base, other) for other in modes if other != base]
-    return [*lines, *advice(result)]
+    return [*lines, *_frontiers(result), *advice(result)]
 
 
 def _side(found: list[Pair], base: str, other: str) -> str:
@@ -189,6 +189,42 @@ def _side(found: list[Pair], base: str, other: str) -> str:
     rates = median(p.change("requests_s") for p in found)
     throughput = f"requests/s {rates:+.0%} (median cell)"
     return f"{other} against {base}, {len(found)} cells{thin}: {'; '.join(parts)}{tail}; {throughput}"
+
+
+def families(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Modes by the name they have in common: those of a swept budget are one family, any other is its own."""
+    found: dict[str, list[str]] = {}
+    for mode in result["modes"]:
+        found.setdefault(mode.get("family") or mode["name"], []).append(mode["name"])
+    return found
+
+
+def _frontiers(result: dict[str, Any]) -> list[str]:
+    """Requests/s against p99 gap: each mode's best against all budgets of a swept one. One budget is cheaply
+    beaten; what counts is whether another does as well."""
+    groups = families(result)
+    base = next((name for name, modes in groups.items() if len(modes) > 1), None)
+    return [] if base is None else [_frontier(result, base, groups[base], other) for other in groups if other != base]
+
+
+def _frontier(result: dict[str, Any], base: str, budgets: list[str], other: str) -> str:
+    places: dict[str, list[Pair]] = {"beyond": [], "behind": [], "neither": []}
+    for cell in (c for c in result["cells"] if c["mode"] in families(result)[other] and c["requests"]):
+        load = load_of(cell)
+        swept = [c for c in result["cells"] if c["mode"] in budgets and load_of(c) == load and c["requests"]]
+        if swept:
+            place = "behind" if any(_is_as_good(c, cell) for c in swept) else "neither"
+            place = "beyond" if all(_is_as_good(cell, c) for c in swept) else place
+            places[place].append(match(swept[0], cell))
+    return (
+        f"frontier of requests/s and p99 gap: {other} is beyond every budget of {base} in {_where(places['beyond'])}, "
+        f"no better than one of them in {_where(places['behind'])}, has the better of one and the worse of the "
+        f"other in {_where(places['neither'])}"
+    )
+
+
+def _is_as_good(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return bool(a["requests_s"] >= b["requests_s"] and a["itl_ms"]["p99"] <= b["itl_ms"]["p99"])
 
 
 def _where(found: list[Pair]) -> str:

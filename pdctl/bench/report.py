@@ -1,6 +1,6 @@
 """A result as one HTML file: tables, plots and the verdict; nothing is fetched, so it can be mailed and kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -138,7 +138,7 @@ def _plots(result: dict[str, Any]) -> list[str]:
         if cells:
             out.append(_cdf(f"TTFT, prompt {prompt}", cells, "ttft_cdf", slo["ttft_ms"]))
             out.append(_cdf(f"Gaps between tokens, prompt {prompt}", cells, "itl_cdf", slo["tpot_ms"]))
-    out += [_curve(result, "goodput", "goodput, requests/s"), _frontier(result), _waterfall(result)]
+    out += [_curve(result, "goodput", "goodput, requests/s"), *_frontiers(result), _waterfall(result)]
     return [plot for plot in out + _timelines(result) if plot]
 
 
@@ -184,21 +184,52 @@ def _curve(result: dict[str, Any], quantity: str, label: str) -> str:
     return lines(f"Goodput against {'rate' if is_open else 'concurrency'}", series, x, y)
 
 
-def _frontier(result: dict[str, Any]) -> str:
-    """Requests/s against p99 gap: up and to the left is better. A swept budget's points are one frontier."""
-    series, prompts = [], sorted({c["prompt"] for c in result["cells"]})
-    for mode, colour in _modes(result).items():
-        for dash, prompt in enumerate(prompts):
-            own = [c for c in result["cells"] if c["mode"] == mode and c["prompt"] == prompt and c["itl_ms"]["p99"]]
-            points = sorted((float(c["itl_ms"]["p99"]), float(c["requests_s"])) for c in own)
-            if points:
-                series.append(Series(f"{mode}, prompt {prompt}", points, colour, dash, has_dots=True))
-    if not series:
-        return ""
+def _frontiers(result: dict[str, Any]) -> list[str]:
+    """Requests/s against p99 gap: up and to the left is better. A mode's line goes over its concurrencies or rates;
+    where a budget was swept, over the budgets at each load."""
+    groups = compare.families(result)
+    prompts = sorted({c["prompt"] for c in result["cells"]})
+    if max(map(len, groups.values())) == 1:
+        series = [
+            _front(f"{name}, prompt {prompt}", own, colour, dash, compare.name_of)
+            for colour, name in enumerate(groups)
+            for dash, prompt in enumerate(prompts)
+            if (own := _tailed(result, [name], prompt))
+        ]
+        return [_front_lines("Frontier: left and up is better", series)] if series else []
+    out = []
+    for prompt in prompts:
+        series = []
+        for colour, (family, modes) in enumerate(groups.items()):
+            cells = _tailed(result, modes, prompt)
+            for dash, load in enumerate(sorted({_weight(c) for c in cells})):
+                own = [c for c in cells if _weight(c) == load]
+                budget = _budget_of(family) if len(modes) > 1 else (lambda cell: "")
+                series.append(_front(f"{family}, {compare.name_of(own[0])}", own, colour, dash, budget))
+        if series:
+            out.append(_front_lines(f"Frontier over budgets, prompt {prompt}: left and up is better", series))
+    return out
+
+
+def _tailed(result: dict[str, Any], modes: Sequence[str], prompt: int) -> list[dict[str, Any]]:
+    return [c for c in result["cells"] if c["mode"] in modes and c["prompt"] == prompt and c["itl_ms"]["p99"]]
+
+
+def _budget_of(family: str) -> Callable[[dict[str, Any]], str]:
+    return lambda cell: str(cell["mode"]).removeprefix(f"{family}-")
+
+
+def _front(
+    label: str, cells: list[dict[str, Any]], colour: int, dash: int, name: Callable[[dict[str, Any]], str]
+) -> Series:
+    cells = sorted(cells, key=lambda c: c["itl_ms"]["p99"])
+    points = [(float(c["itl_ms"]["p99"]), float(c["requests_s"])) for c in cells]
+    return Series(label, points, colour, dash, has_dots=True, names=[name(c) for c in cells])
+
+
+def _front_lines(title: str, series: list[Series]) -> str:
     x = axis("p99 gap between tokens, ms", [v for s in series for v, _ in s.points], is_log=True)
-    return lines(
-        "Frontier: left and up is better", series, x, axis("requests/s", [v for s in series for _, v in s.points])
-    )
+    return lines(title, series, x, axis("requests/s", [v for s in series for _, v in s.points]))
 
 
 def _waterfall(result: dict[str, Any]) -> str:

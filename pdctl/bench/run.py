@@ -100,7 +100,7 @@ def _swept(mode: Mode, budgets: tuple[int, ...]) -> list[Mode]:
     if mode.is_url or not mode.name.startswith("colocated") or not budgets:
         return [mode]
     sets = [(b, (*mode.sets, f"colocated.token_budget={b}", f"colocated.chunk_tokens={b}")) for b in budgets]
-    return [Mode(f"{mode.name}-{b}", mode.what, more) for b, more in sets]
+    return [Mode(f"{mode.name}-{b}", mode.what, more, mode.name) for b, more in sets]
 
 
 def _keys(asked: Asked) -> list[Key]:

@@ -76,7 +76,7 @@ class Session:
     async def _round(self, target: Target, number: int, is_new: bool) -> None:
         async with Driver(target.server) as driver:
             if is_new:
-                await self._warm_up(driver)
+                await self._warm_up(driver, target)
             if self._plan.is_calibrating and target.has_pools not in self._calibrated:
                 self._calibrated.add(target.has_pools)
                 points = Calibration(driver, target, self._calibration, self._plan.vocab, note)
@@ -93,11 +93,12 @@ class Session:
         grid = max(key.shape.prompt for key in self._plan.keys)
         return grid or min(calibrate.PROMPTS[-1], self._plan.max_len or calibrate.PROMPTS[-1])
 
-    async def _warm_up(self, driver: Driver) -> None:
-        """The smallest and the longest prompt, twice: kernels chosen, memory touched, connections open."""
+    async def _warm_up(self, driver: Driver, target: Target) -> None:
+        """The smallest and the longest prompt, once for each worker of a pool: kernels chosen, memory touched."""
+        loop = Loop(concurrency=max(2, target.num_readers, target.num_writers))
         for length in (WARM_UP[0], self._longest()):
             shape = Shape(length, WARM_UP[1], vocab=self._plan.vocab)
-            await driver.run(items(shape, Loop(concurrency=2), 4, seed=length), Loop(concurrency=2))
+            await driver.run(items(shape, loop, loop.concurrency, seed=length), loop)
 
     async def _measure(self, driver: Driver, target: Target, key: Key, load: list[Item], cell: Cell) -> Run:
         gauges = Gauges()
@@ -122,8 +123,6 @@ class Session:
         found = [cell for cell in self._cells.values() if cell.runs]
         if not plan.is_calibrating:
             derive(found, self._targets, self._calibration)
-        targets = sorted(self._targets.values(), key=lambda t: not t.has_pools)
-        sizes = next((t.sizes for t in targets if t.sizes), None)
         return {
             "version": 1,
             "kind": "bench",
@@ -133,7 +132,6 @@ class Session:
             "slo": {"ttft_ms": plan.ttft_s * 1e3, "tpot_ms": plan.tpot_s * 1e3},
             "rounds": plan.rounds,
             "modes": [self._targets[m.name].to_json() for m in plan.modes if m.name in self._targets],
-            **({"sizes": sizes} if sizes else {}),
             "cells": [cells.to_json(cell, plan.ttft_s, plan.tpot_s) for cell in found],
             "calibration": self._calibration,
         }

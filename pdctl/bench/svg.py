@@ -24,6 +24,7 @@ class Series:
     dash: int = 0
     is_step: bool = False
     has_dots: bool = False
+    names: Sequence[str] = ()  # of its points, written beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,10 @@ def lines(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
         )
         if s.has_dots:
             body += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
+        body += [
+            f'<text x="{px + 5:.1f}" y="{py - 5:.1f}" class="tick">{escape(name)}</text>'
+            for (px, py), name in zip(points, s.names, strict=False)
+        ]
     return _figure(body, HEIGHT, legend([(s.label, s.colour, s.dash) for s in series]))
 
 

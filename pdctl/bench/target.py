@@ -36,6 +36,7 @@ class Mode:
     name: str
     what: str  # profile or address
     sets: tuple[str, ...] = ()
+    family: str = ""  # of a mode that is one of several budgets: the name they have in common
 
     @property
     def is_url(self) -> bool:
@@ -86,9 +87,11 @@ class Target:
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.mode.name,
+            "family": self.mode.family or self.mode.name,
             "what": self.mode.what,
             "sets": self.mode.sets,
             "layout": self.layout,
+            "sizes": self.sizes,
             **self.facts,
         }
 

@@ -39,12 +39,14 @@ class Graded:
 
 
 def grade(result: dict[str, Any], stages: Stages, sizes: Sizes) -> list[Graded]:
+    """`sizes`: of modes that do not say theirs."""
     layouts = {mode["name"]: _layout(mode) for mode in result.get("modes", [])}
+    own = {mode["name"]: Sizes(**mode["sizes"]) for mode in result.get("modes", []) if mode.get("sizes")}
     slo = Slo(result["slo"]["ttft_ms"] / 1e3, result["slo"]["tpot_ms"] / 1e3)
     cells = [cell for cell in result.get("cells", []) if layouts.get(cell["mode"]) and cell.get("requests")]
     if not cells:
         raise UsageError("the result holds no cell of a stack whose workers are known")
-    return [_cell(cell, layouts[cell["mode"]], stages, sizes, slo) for cell in cells]
+    return [_cell(c, layouts[c["mode"]], stages, own.get(c["mode"], sizes), slo) for c in cells]
 
 
 def _layout(mode: dict[str, Any]) -> Layout | None:

@@ -10,7 +10,7 @@ import pytest
 
 from pdctl.bench import compare, criteria, gauges, term
 from pdctl.bench.report import html
-from pdctl.bench.run import rates_of
+from pdctl.bench.run import Asked, plan_of, rates_of
 from pdctl.bench.stats import change, interval, quantile, spread
 from pdctl.bench.target import parse_mode
 from pdctl.cli.app import main
@@ -164,6 +164,46 @@ def test_statistics() -> None:
     assert low < middle < high
     assert middle == pytest.approx(1.0)
     assert spread([[0.1], []]).mean == pytest.approx(100)
+
+
+def test_a_swept_budget_is_one_family(tmp_path: Path) -> None:
+    plan = plan_of(Asked(tmp_path, modes=("colocated", "pd=demo"), budgets=(64, 256)))
+    assert [(m.name, m.family, m.sets) for m in plan.modes] == [
+        ("colocated-64", "colocated", ("colocated.token_budget=64", "colocated.chunk_tokens=64")),
+        ("colocated-256", "colocated", ("colocated.token_budget=256", "colocated.chunk_tokens=256")),
+        ("pd", "", ()),
+    ]
+
+
+def swept(result: dict[str, Any], points: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """`points`: requests/s and p99 gap of each mode, at the one load of a result."""
+    load = result["cells"][0]
+    cells = []
+    for mode, (rate, tail) in points.items():
+        cells.append(copy.deepcopy(load) | {"mode": mode, "requests_s": rate})
+        cells[-1]["itl_ms"]["p99"] = tail
+    modes = [{"name": m, "what": m, "family": m.partition("-")[0]} for m in points]
+    return result | {"modes": modes, "cells": cells, "verdict": None}
+
+
+@pytest.mark.parametrize(
+    ("pd", "words"),
+    [
+        ((4.0, 9.0), "beyond every budget of colocated in 1 (16 at 1)"),
+        ((2.4, 21.0), "no better than one of them in 1 (16 at 1)"),
+        ((2.2, 9.0), "the worse of the other in 1 (16 at 1)"),
+    ],
+)
+def test_frontier(result: dict[str, Any], pd: tuple[float, float], words: str) -> None:
+    """A split that beats one budget of the colocated side is measured against the others too."""
+    found = swept(result, {"colocated-64": (2.0, 10.0), "colocated-256": (2.5, 20.0), "pd": pd})
+    (line,) = [text for text in compare.verdict(found) if text.startswith("frontier")]
+    assert words in line
+    page = html(found)
+    plot = page[page.index("Frontier over budgets, prompt 16") :]
+    plot = plot[: plot.index("</figure>")]
+    assert [plot.count(f">{budget}</text>") for budget in ("64", "256")] == [1, 1], "its points are named"
+    assert plot.count("<circle") == 3
 
 
 def test_ranges_of_rates() -> None:

@@ -28,14 +28,23 @@ def bench(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_both_sides_in_turn(tiny_model_dir: Path, tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PDCTL_STATE_DIR": str(tmp_path / "state")}
+def sides(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+    """--mode for a colocated and for a disaggregated stack of the tiny model."""
     values = {"dtype": "float32", "max_len": 2048, "kv_bytes": "32MiB", "model": tiny_model_dir}
     modes = []
     for name, profile in (("colocated", COLOCATED), ("pd", PD)):
         file = tmp_path / f"{name}.toml"
         file.write_text(profile.format(name=name, **values))
         modes += ["--mode", f"{name}={file}"]
+    return modes
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "PDCTL_STATE_DIR": str(tmp_path / "state")}
+
+
+def test_both_sides_in_turn(tiny_model_dir: Path, tmp_path: Path) -> None:
+    env, modes = environment(tmp_path), sides(tiny_model_dir, tmp_path)
     out, report = tmp_path / "r.json", tmp_path / "r.html"
     grid = ["--prompt", "300", "-c", "2", "--output", "8", "--rounds", "2", "--requests", "4", "--vocab", "512"]
     done = bench(env, *modes, *grid, "--calibrate", "-o", str(out), "--report", str(report))
@@ -52,6 +61,28 @@ def test_both_sides_in_turn(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert report.read_text().count("<svg") > 4
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     assert not left, "no process is left behind"
+
+
+def test_budgets_are_swept(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Each budget is a stack of its own with that budget; report and verdict know that they are one side."""
+    out, report = tmp_path / "r.json", tmp_path / "r.html"
+    grid = ["--prompt", "300", "-c", "2", "--output", "8", "--rounds", "1", "--requests", "5", "--vocab", "512"]
+    sweep = ["--sweep-budget", "64", "--sweep-budget", "256"]
+    modes = sides(tiny_model_dir, tmp_path)
+    done = bench(environment(tmp_path), *modes, *grid, *sweep, "-o", str(out), "--report", str(report))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert [(m["name"], m["family"], m["sizes"]["token_budget"]) for m in result["modes"][:2]] == [
+        ("colocated-64", "colocated", 64),
+        ("colocated-256", "colocated", 256),
+    ]
+    assert [(c["mode"], c["requests"], c["errors"]) for c in result["cells"]] == [
+        ("colocated-64", 5, 0),
+        ("colocated-256", 5, 0),
+        ("pd", 5, 0),
+    ]
+    assert "frontier of requests/s and p99 gap: pd is" in done.stdout
+    assert "Frontier over budgets, prompt 300" in report.read_text()
 
 
 async def test_agrees_with_openai_on_a_real_stack(smollm2_dir: Path, tmp_path: Path) -> None:
