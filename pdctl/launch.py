@@ -205,7 +205,7 @@ def _describe(pid: int) -> str:
 
 def check_keys(config: Config) -> None:
     """Key files exist, are not empty and are nobody else's to read. Raises ConfigError."""
-    for key in ("api_key_file", "admin_key_file"):
+    for key in ("api_key_file", "admin_key_file", "view_key_file"):
         value = getattr(config.router, key)
         if value is None:
             continue

@@ -99,7 +99,7 @@ def _with_limits(kind: Any, metadata: tuple[Any, ...]) -> str:
     elif parse_seconds in parsers:
         what = "a duration such as 30s"
     elif low is not None and high is not None:
-        return f"{_number(low)}..{_number(high)}"
+        return _number(low) if low == high else f"{_number(low)}..{_number(high)}"
     if isinstance(low, int | float) and low != 0:
         return f"{what} of {_number(low)} or more"
     return what

@@ -98,12 +98,12 @@ class Supervisor:
                 self._clean()
 
     async def _run_locked(self) -> Exit:
-        placed = self._prepare()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         loop.add_signal_handler(signal.SIGINT, self.ask_stop, Exit.INTERRUPTED, "Ctrl-C")
         loop.add_signal_handler(signal.SIGTERM, self.ask_stop, Exit.OK, "SIGTERM")
         loop.add_signal_handler(signal.SIGHUP, self.ask_stop, Exit.OK, "its terminal closed")
+        placed = self._prepare()
         server = await control.serve(self._stack.control, self._answer)
         recorder = Recorder(self._dir)
         recorder.start()

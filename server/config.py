@@ -52,13 +52,15 @@ GPU_BUDGET = 2048
 GPU_CHUNK = 1024
 AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
 Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
 
 class Section(BaseModel):
     """Every table of the profile: unknown keys are errors, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    # strict: TOML and YAML say what is a number, and `port = true` is none.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -74,6 +76,7 @@ class Router(Section):
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    view_key_file: str | None = Field(None, description="keys that may read the admin API and change nothing")
     policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
     queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
     request_timeout: Seconds = 600.0
@@ -205,7 +208,7 @@ class AutoRevert(Section):
     condition: str = Field("ttft_p95 > 2 * slo.ttft_p95", alias="if")
     within: Seconds = 60.0
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
@@ -260,8 +263,8 @@ class WorkerSpec(Section):
 class Config(Section):
     """A whole profile. Raises pydantic.ValidationError; `pdctl.profile` maps it to ConfigError."""
 
-    version: Literal[1] = 1
-    name: str = Field("stack", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    version: int = Field(1, ge=1, le=1)
+    name: str = Field("stack", pattern=f"^{NAME}$")
     model: Model = Model()
     router: Router = Router()
     prefill: Prefill = Prefill()

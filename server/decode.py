@@ -23,7 +23,6 @@ from server.errors import PdctlError, TransferError
 from server.ledger import Entry
 from server.messages import (
     Abort,
-    Card,
     Decode,
     Done,
     Grant,
@@ -101,9 +100,6 @@ class DecodeWorker(Worker[DecodeEntry]):
 
     def stop_transfer(self) -> None:
         self.transfer.close()
-
-    def card(self) -> Card:
-        return Card(same=self.facts, offer=self.offer)
 
     def joined(self, channel: Channel) -> None:
         super().joined(channel)

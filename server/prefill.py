@@ -26,7 +26,6 @@ from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry
 from server.messages import (
     Abort,
-    Card,
     Done,
     Grant,
     GrantRequest,
@@ -105,9 +104,6 @@ class PrefillWorker(Worker[PrefillEntry]):
 
     def stop_transfer(self) -> None:
         self.transfer.close()
-
-    def card(self) -> Card:
-        return Card(same=self.facts, offer=self.offer)
 
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)

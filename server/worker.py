@@ -48,6 +48,7 @@ from server.messages import (
 )
 from server.report import all_blocks, changed_blocks, load_of
 from server.sequence import Sequence
+from server.transfer.base import Offer
 from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
 
@@ -80,6 +81,7 @@ class Worker(Generic[E]):
         self._utilisation = -1.0
         self.config = boot.config  # with the knobs as they are now
         self.rev = 0
+        self.offer: Offer = {}  # what a subclass's transfer says of itself
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -148,8 +150,8 @@ class Worker(Generic[E]):
     # -- connections ---------------------------------------------------------------------------------------------
 
     def card(self) -> Card:
-        """What peers must agree on; subclasses add what they offer."""
-        return Card(same=self.facts)
+        """What peers must agree on, and what this one offers."""
+        return Card(same=self.facts, offer={"pid": os.getpid(), **self.offer})
 
     async def _serve(self, channel: Channel) -> None:
         """One accepted connection, from Hello to its end."""

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from pdctl.exits import Exit, exit_of
+from pdctl.quiet import interruptible
 from pdctl.render import Style, print_error
 from server.errors import PdctlError
 
@@ -83,8 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the return value is the exit code."""
     _load_commands()
     try:
-        result = app(args=list(argv) if argv is not None else None, prog_name="pdctl", standalone_mode=False)
-        sys.stdout.flush()
+        with interruptible():
+            result = app(args=list(argv) if argv is not None else None, prog_name="pdctl", standalone_mode=False)
+            sys.stdout.flush()
     except PdctlError as error:
         print_error(error)
         return int(exit_of(error))

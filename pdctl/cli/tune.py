@@ -1,5 +1,6 @@
 """`get`, `set`, `undo`, `reset`, `history`, `drain`, `resume`: what a running stack can be told. Refused: exit 7."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -65,10 +66,15 @@ def set_(
     """Change knobs while the stack runs. Done means: every worker has confirmed."""
     from pdctl.cli.run import seconds
     from pdctl.profile import parse_set
-    from pdctl.tune import save as save_profile
+    from pdctl.profile_edit import save as save_profile
     from pdctl.tune import who
 
-    values = {".".join(path): value for path, value in map(parse_set, changes)}
+    values: dict[str, Any] = {}
+    for path, value in map(parse_set, changes):
+        knob = ".".join(path)
+        if knob in values:
+            raise UsageError(f"{knob} is given twice: {values[knob]} and {value}")
+        values[knob] = value
     body = {
         "values": values,
         "dry_run": dry_run,
@@ -83,7 +89,7 @@ def set_(
     answer = _client(context, name).call("PATCH", "/admin/knobs", body)
     _show(answer, as_json)
     if save and not dry_run:
-        file = save_profile(_stack(context, name), values)
+        file = save_profile(Path(_stack(context, name).profile_file), values)
         note(f"saved in {file}")
     return Exit.OK
 

@@ -8,6 +8,7 @@ from pdctl.client import Client
 from pdctl.exits import Exit, UsageError
 from pdctl.rundir import find
 from pdctl.tui.source import ReplaySource, RouterSource, Source, StackSource
+from server.viewing import view_twin
 
 ADMIN_KEY = "PDCTL_ADMIN_KEY"
 
@@ -68,8 +69,9 @@ def source_of(order: Order) -> tuple[Source, dict[str, object]]:
         url = order.host if "://" in order.host else f"http://{order.host}"
         key = os.environ.get(ADMIN_KEY, "")
         if not key:
-            raise UsageError(f"--host {order.host} needs the admin key in {ADMIN_KEY}")
-        return RouterSource(Client(url, key, timeout_s=5.0), is_read_only=order.is_read_only), {}
+            raise UsageError(f"--host {order.host} needs an admin or a view key in {ADMIN_KEY}")
+        sent = view_twin(key.encode()).decode() if order.is_read_only else key
+        return RouterSource(Client(url, sent, timeout_s=5.0), is_read_only=order.is_read_only), {}
     stack_dir = find(order.root, order.name)
     stack = stack_dir.read()
     tui = dict(stack.profile.get("tui") or {}) if stack is not None else {}

@@ -15,7 +15,7 @@ from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
 from server.router.http import json_response, read_body
-from server.router.keys import Keys
+from server.router.keys import AdminKeys
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
 from server.router.worker import Worker
@@ -56,7 +56,7 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
 
 class Control:
     def __init__(
-        self, tuning: Tuning, dispatcher: Dispatcher, drained: DrainRecord, events: Events, keys: Keys
+        self, tuning: Tuning, dispatcher: Dispatcher, drained: DrainRecord, events: Events, keys: AdminKeys
     ) -> None:
         """Workers that an earlier router of this run had drained stay so."""
         self._tuning = tuning
@@ -84,11 +84,11 @@ class Control:
         ]
 
     async def knobs(self, request: Request) -> Response:
-        self._keys.check(request.headers)
-        return json_response(describe(self._tuning.store))
+        may_change = self._keys.admit(request)
+        return json_response(describe(self._tuning.store, may_change=may_change))
 
     async def change(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), Change)
 
         def make() -> Entry:
@@ -104,13 +104,13 @@ class Control:
         return await self._answer(make, body.dry_run)
 
     async def undo(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), Undo)
         by = body.by or _peer(request)
         return await self._answer(lambda: self._tuning.store.undo(body.rev, by=by, reason=body.reason), body.dry_run)
 
     async def reset(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), Reset)
         by = body.by or _peer(request)
         return await self._answer(lambda: self._tuning.store.reset(body.knobs, by=by, reason=body.reason), body.dry_run)
@@ -120,7 +120,7 @@ class Control:
         return json_response(_outcome(self._tuning.store.rev, entry, is_dry))
 
     async def audit(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         store = self._tuning.store
         return json_response({"version": 1, "rev": store.rev, "entries": store.entries})
 
@@ -131,7 +131,7 @@ class Control:
         return self._set_draining(request, False)
 
     def _set_draining(self, request: Request, is_draining: bool) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         worker = self._worker(request)
         self._workers.drain(worker, is_draining)
         self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
@@ -147,7 +147,7 @@ class Control:
         return worker
 
     async def add_worker(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), NewWorker)
         if body.name in self._workers.all:
             raise ApiError(409, f"there is a worker {body.name}", param="name", code="CONFLICTS_WITH")
@@ -156,7 +156,7 @@ class Control:
         return json_response({"version": 1, "worker": worker.name, "state": worker.shown_state, "open": 0})
 
     async def remove_worker(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         worker = self._worker(request)
         if worker.is_connected and not worker.is_drained:
             raise ApiError(409, f"{worker.name} is not drained", param="name", code="CONFLICTS_WITH")
@@ -165,12 +165,12 @@ class Control:
         return json_response({"version": 1, "worker": worker.name, "state": "removed", "open": 0})
 
     async def events(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         return EventSourceResponse(self._events.watch(), sep="\n", ping=3600, headers={"Cache-Control": "no-cache"})
 
 
-def describe(store: KnobStore) -> dict[str, Any]:
-    """What `pdctl get` and the tune screen show."""
+def describe(store: KnobStore, *, may_change: bool = True) -> dict[str, Any]:
+    """What `pdctl get` and the tune screen show, to one who may or may not change them."""
     knobs = {
         name: {
             "now": store.values[name],
@@ -184,7 +184,7 @@ def describe(store: KnobStore) -> dict[str, Any]:
         }
         for name, knob in store.knobs.items()
     }
-    return {"version": 1, "rev": store.rev, "read_only": store.is_read_only, "knobs": knobs}
+    return {"version": 1, "rev": store.rev, "read_only": store.is_read_only or not may_change, "knobs": knobs}
 
 
 def _outcome(rev: int, entry: Entry | None, is_dry: bool) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 1. `Keys.check` says whose request it is, or 401. One key a line; blank lines and # comments are skipped.
 2. A file that cannot be read, or holds no key, while the router runs changes nothing: the keys known before stay.
-3. `Quota` counts what each key has in flight, and says 429 over the limit.
+3. `AdminKeys` lets a view key read, and refuses it everything else.
+4. `Quota` counts what each key has in flight, and says 429 over the limit.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from server.errors import StartError
 from server.router.errors import ApiError
+from server.viewing import view_twin
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ class Keys:
     """Accepted keys; none = everybody is let in."""
 
     def __init__(self, keys: list[bytes], file: Path | None = None) -> None:
-        self._digests = [_digest(key) for key in keys]
+        self._use(keys)
         self._file = file
         self._stamp = _stamp(file)
 
@@ -48,17 +51,24 @@ class Keys:
 
         `Authorization: Bearer KEY`, or `X-Api-Key: KEY`.
         """
-        self._reload()
-        if not self._digests:
+        given = _given(headers)
+        if not self._known():
             return ""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = _digest(given.encode("latin-1"))  # as the header's bytes came
-        # Every key is compared, and by digests of one length, so that the time taken tells nothing.
-        if sum(hmac.compare_digest(digest, key) for key in self._digests) == 0:
-            what = "is not valid" if given else "is missing: send Authorization: Bearer KEY"
-            raise ApiError(401, f"the API key {what}", kind="authentication_error", code="invalid_api_key")
-        return digest.hex()[:16]
+        if not self.has(given):
+            raise _unauthorized(given)
+        return _digest(given).hex()[:16]
+
+    def has(self, given: bytes) -> bool:
+        return _is_among(given, self._known())
+
+    def has_twin(self, given: bytes) -> bool:
+        """Whether it is the view twin of one of these."""
+        self._known()
+        return _is_among(given, self._twins)
+
+    def _known(self) -> list[bytes]:
+        self._reload()
+        return self._digests
 
     def _reload(self) -> None:
         """A look at the file's times costs a microsecond."""
@@ -73,8 +83,34 @@ class Keys:
         if not keys:
             logger.warning("the key file holds no key, the keys stay as they were")
             return
-        self._digests = [_digest(key) for key in keys]
+        self._use(keys)
         logger.info("keys read again", extra={"fields": {"keys": len(keys)}})
+
+    def _use(self, keys: list[bytes]) -> None:
+        self._digests = [_digest(key) for key in keys]
+        self._twins = [_digest(view_twin(key)) for key in keys]
+
+
+class AdminKeys:
+    """Who may look at a stack, and who may change it as well.
+
+    Looking takes an admin key, a view key, or the twin of either, which a client that means to change nothing sends.
+    """
+
+    def __init__(self, admin: Keys, view: Keys) -> None:
+        self._admin = admin
+        self._view = view
+
+    def admit(self, request: Request) -> bool:
+        """Whether the key may change things. Raises ApiError 401, and 403 where one that may not asks for a change."""
+        given = _given(request.headers)
+        if self._admin.has(given):
+            return True
+        if not (self._view.has(given) or self._admin.has_twin(given) or self._view.has_twin(given)):
+            raise _unauthorized(given)
+        if request.method not in ("GET", "HEAD"):
+            raise ApiError(403, "this key may look and not change", kind="permission_error", code="READ_ONLY")
+        return False
 
 
 class Quota:
@@ -100,6 +136,24 @@ class Quota:
             self._counts[key] -= 1
             if not self._counts[key]:
                 del self._counts[key]
+
+
+def _given(headers: Headers) -> bytes:
+    """The key as the header's bytes came; empty where there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return given.encode("latin-1")
+
+
+def _is_among(given: bytes, digests: list[bytes]) -> bool:
+    """Every key is compared, and by digests of one length, so that the time taken tells nothing."""
+    digest = _digest(given)
+    return sum(hmac.compare_digest(digest, known) for known in digests) > 0
+
+
+def _unauthorized(given: bytes) -> ApiError:
+    what = "is not valid" if given else "is missing: send Authorization: Bearer KEY"
+    return ApiError(401, f"the API key {what}", kind="authentication_error", code="invalid_api_key")
 
 
 def _digest(key: bytes) -> bytes:

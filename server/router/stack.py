@@ -24,7 +24,7 @@ from server.router.dispatch import Dispatcher
 from server.router.events import Events
 from server.router.generate import Generator
 from server.router.http import Gate, allow_origins
-from server.router.keys import Keys, Quota
+from server.router.keys import AdminKeys, Keys, Quota
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.stats import Stats
@@ -91,7 +91,10 @@ class Stack:
             names,
             config.router.keepalive_s,
         )
-        admin_keys = Keys.read(config.router.admin_key_file) if config.router.admin_key_file else Keys([secret])
+        admin_keys = AdminKeys(
+            Keys.read(config.router.admin_key_file) if config.router.admin_key_file else Keys([secret]),
+            Keys.read(config.router.view_key_file),
+        )
         admin = Admin(
             dispatcher=dispatcher,
             health=health,
