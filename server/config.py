@@ -37,10 +37,6 @@ def _scaled(text: str, units: dict[str, Any], example: str) -> float:
     return float(match[1]) * float(units[match[2].lower()])
 
 
-def _auto_or(parse: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: value if value == "auto" else parse(value))
-
-
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 Auto = Literal["auto"]
@@ -50,7 +46,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 CPU_TOKENS = 256
 GPU_BUDGET = 2048
 GPU_CHUNK = 1024
-AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
+AutoBytes = Auto | Bytes
 Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 Share = Annotated[float, Field(ge=0.05, le=1.0)]

@@ -193,9 +193,8 @@ def _hybrid(chooser: Chooser) -> dict[str, Any]:
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
-    """Of one that is away no figures: they were those of an incarnation that is gone."""
     now = time.monotonic()
-    load, heartbeat = (worker.load, worker.heartbeat) if worker.is_connected else (None, None)
+    load, heartbeat = worker.load, worker.heartbeat
     return {
         "name": worker.name,
         "role": worker.role,

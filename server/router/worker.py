@@ -186,7 +186,6 @@ class Worker:
         self.instance = channel.peer.instance
         pid = channel.card.offer.get("pid") if channel.card else None
         self.pid = pid if isinstance(pid, int) else None
-        self.load = self.heartbeat = None
         self.cached = set()
         self.heartbeat_at = time.monotonic()
         for message in self._greeting(self):
@@ -195,6 +194,7 @@ class Worker:
 
     def _closed(self) -> None:
         self._channel = None
+        self.load = self.heartbeat = None  # the next incarnation has figures of its own
         lost = Lost(self.name, self.reason)
         for inbox in self.open.values():
             inbox.put_nowait(lost)

@@ -351,3 +351,22 @@ async def test_a_worker_more_and_one_less(start: Start) -> None:
     for _ in range(4):
         assert (await cluster.chat()).status == 200
     assert late.heard(Decode)
+
+
+async def test_a_worker_that_is_away_has_no_figures(start: Start) -> None:
+    """Those of an incarnation that is gone would be taken for the new one's."""
+    cluster = await start(prefill=1, decode=1)
+
+    async def decode() -> dict[str, Any]:
+        workers = (await cluster.request("GET", "/admin/state", headers=ADMIN)).json["workers"]
+        return next(worker for worker in workers if worker["name"] == "decode-0")
+
+    assert (await decode())["load"]["blocks_total"] == 100
+    await cluster.decode.stop()
+    await until(lambda: not cluster.stack.workers.all["decode-0"].is_connected)
+    found = await decode()
+    assert (found["load"], found["load_age_s"], found["heartbeat"]) == (None, None, None)
+    await cluster.decode.start()
+    await until(lambda: cluster.stack.workers.all["decode-0"].load is not None)
+    assert (await decode())["load"]["blocks_total"] == 100
+    assert (await decode())["pid"] == 4242
