@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdctl.client import Client
-from pdctl.exits import Refused, TimedOut
+from pdctl.exits import Refused, TimedOut, UsageError
 from pdctl.launch import Machine
 from server.config import Config, Role
 from server.errors import PdctlError
@@ -109,10 +109,10 @@ def _index(name: str) -> int:
 
 
 def parse(text: str) -> tuple[str, int]:
-    """'decode=2' -> ("decode", 2). Raises Refused."""
+    """'decode=2' -> ("decode", 2). Raises UsageError."""
     role, _, count = text.partition("=")
     if role not in ("prefill", "decode", "colocated") or not count.isdecimal():
-        raise Refused(f"{text}: expected POOL=COUNT, such as decode=2", code="E_USAGE")
+        raise UsageError(f"{text}: expected POOL=COUNT, such as decode=2")
     return role, int(count)
 
 

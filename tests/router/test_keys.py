@@ -1,4 +1,4 @@
-"""Keys that change while the router runs, what one may have in flight, keys that only look, origins, endless headers."""
+"""Keys that change while the router runs, what one may have in flight, keys that only look, origins, long headers."""
 
 import asyncio
 import os
