@@ -282,8 +282,9 @@ class Console(App[None], inherit_bindings=False):
         self.redraw()
 
     def action_help(self) -> None:
-        text = keys.help_text(self.command_keymap, is_read_only=self.model.is_read_only)
-        self.push_screen(dialogs.Text("Keys", text))
+        is_wide = self.size.width >= 120
+        text = keys.help_text(self.command_keymap, is_read_only=self.model.is_read_only, columns=2 if is_wide else 1)
+        self.push_screen(dialogs.Text("Keys", text, is_wide=is_wide))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for id, action, text in keys.commands():

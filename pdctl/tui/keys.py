@@ -84,12 +84,14 @@ def commands() -> list[tuple[str, str, str]]:
     return [(id, action, text) for _, id, action, text in _KEYS]
 
 
-def help_text(keymap: dict[str, str], *, is_read_only: bool) -> str:
-    """Two columns; what a read-only console cannot do is not listed."""
+def help_text(keymap: dict[str, str], *, is_read_only: bool, columns: int = 1) -> str:
+    """Keys and what they do, in so many columns; what a read-only console cannot do is not listed."""
     rows = []
     for keys, id, _, text in _KEYS:
         if is_read_only and id in CHANGES:
             continue
         shown = " ".join(_SHOWN.get(key, key) for key in keymap.get(id, keys).split(","))
         rows.append(f"{shown:<16}{text}")
-    return "\n".join(rows)
+    height = -(-len(rows) // columns)
+    parts = [rows[i : i + height] for i in range(0, len(rows), height)]
+    return "\n".join("".join(part[i].ljust(57) for part in parts if i < len(part)).rstrip() for i in range(height))

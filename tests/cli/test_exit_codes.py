@@ -296,6 +296,7 @@ def ctrl_c_while_it_waits(box: Box, command: str) -> None:
 def sigterm_that_cuts_the_drain_short(box: Box, command: str) -> None:
     box.script(router={"ignore_term": 1})
     ends(box, command, "box.toml", "--set", "supervise.stop_timeout=0.3s", expect=143, number=signal.SIGTERM)
+    assert box.left() == []
 
 
 # -- the boxes that rows share ----------------------------------------------------------------------------------------

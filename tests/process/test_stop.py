@@ -71,15 +71,6 @@ def test_sigterm_ends_clean_with_0(box: Box) -> None:
     assert command.returncode == Exit.OK
 
 
-def test_sigterm_that_cuts_the_drain_short_is_143(box: Box) -> None:
-    box.script(router={"ignore_term": True})
-    command = foreground(box, "--set", "supervise.stop_timeout=0.3s")
-    command.send_signal(signal.SIGTERM)
-    command.communicate(timeout=20)
-    assert command.returncode == Exit.TERMINATED
-    assert box.left() == []
-
-
 def test_down_ends_all_and_says_so(box: Box) -> None:
     box.up()
     assert "box: down" in box("down", "box").stderr
