@@ -39,6 +39,9 @@ def run(order: Order) -> int:
     if not sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ:
         source.close()
         raise UsageError("the console needs a terminal", help="pdctl top --once, or pdctl status")
+    if sys.stdout.isatty():
+        for name in ("COLUMNS", "LINES"):  # the terminal knows its size; what a parent once exported may be another's
+            os.environ.pop(name, None)
     from pdctl.tui.app import Console
     from pdctl.tui.themes import NAMES
 
@@ -53,6 +56,7 @@ def run(order: Order) -> int:
         theme=theme,
         is_ascii=order.is_ascii,
         keymap=keymap if isinstance(keymap, dict) else None,
+        has_terminal=True,
     )
     try:
         app.run(mouse=order.has_mouse)

@@ -125,8 +125,9 @@ def documented() -> dict[int, set[str]]:
 # -- rows that need more than a command line --------------------------------------------------------------------------
 
 
-@row(0, "tui")
-def a_console_that_is_left(box: Box) -> None:
+@contextlib.contextmanager
+def open_console(box: Box) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """A console that shows something, and the other end of its terminal."""
     box.up()
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (36, 120))
@@ -134,16 +135,33 @@ def a_console_that_is_left(box: Box) -> None:
     env = box.env | {"TERM": "xterm-256color"}
     console = subprocess.Popen(argv, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    seen = b""
-    while b"Quit" not in seen:
-        seen += os.read(ours, 65536)
-    os.write(ours, b"q")
-    with contextlib.suppress(OSError):  # what it still writes must go somewhere, or it waits; then its end is gone
-        while os.read(ours, 65536):
-            pass
-    assert console.wait(20) == 0
-    os.close(ours)
+    try:
+        seen = b""
+        while b"Quit" not in seen:
+            seen += os.read(ours, 65536)
+        yield console, ours
+    finally:
+        console.kill()
+        console.wait()
+
+
+@row(0, "tui")
+def a_console_that_is_left(box: Box) -> None:
+    with open_console(box) as (console, terminal):
+        os.write(terminal, b"q")
+        with contextlib.suppress(OSError):  # what it still writes must go somewhere, or it waits; then its end is gone
+            while os.read(terminal, 65536):
+                pass
+        assert console.wait(20) == 0
+        os.close(terminal)
     assert box.stack.state == "ready"
+
+
+def test_a_console_ends_with_its_terminal(box: Box) -> None:
+    """Nobody could press q, and reading from a terminal that is gone would keep a core busy."""
+    with open_console(box) as (console, terminal):
+        os.close(terminal)
+        assert console.wait(20) == -signal.SIGHUP
 
 
 @row(0, "profile edit")

@@ -48,7 +48,8 @@ def header(model: Model, width: int) -> Line:
         if pool.total
     ]
     line.add(" ".join(parts) + "  ", "")
-    where = f"{frame.url} {frame.model}  " if width >= WIDE else f"{frame.url} " if width >= NARROW else ""
+    url = "" if frame.url == frame.name else f"{frame.url} "
+    where = f"{url}{frame.model}  " if width >= WIDE else url if width >= NARROW else ""
     line.add(where, "dim")
     line.add(f"up {numbers.clock(frame.up_s)} ", "")
     right = _right(model, wide=width >= WIDE)
