@@ -169,7 +169,7 @@ def resume(
 ) -> int:
     """Work again for a drained worker."""
     answer = _client(context, name).call("POST", f"/admin/workers/{worker}/resume")
-    note(f"{worker} is {answer['state']}")
+    note(f"{worker} is {'ready' if answer['state'] == 'connected' else answer['state']}")
     return Exit.OK
 
 
