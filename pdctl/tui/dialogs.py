@@ -29,7 +29,7 @@ Dialog VerticalScroll { height: auto; max-height: 1fr; scrollbar-size-vertical: 
 Dialog .title { text-style: bold; }
 Dialog .wrong { color: $error; }
 Dialog .hint { color: $foreground-muted; }
-Dialog Input { border: tall $primary; margin: 0; }
+Dialog Input { border: round $primary; margin: 0; }
 """
 
 

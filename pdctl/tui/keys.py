@@ -9,7 +9,7 @@ _KEYS = (
     ("q,ctrl+c", "quit", "quit", "leave; the servers keep running"),
     ("question_mark,f1", "help", "help", "this list"),
     ("colon,ctrl+p", "palette", "command_palette", "find an action by its name"),
-    ("escape", "back", "back", "close, clear the filter, back to the overview"),
+    ("escape", "back", "back", "close; clear the filter; back to overview"),
     ("enter", "open", "open", "open the selected row; in Tune: edit"),
     ("tab", "panel", "panel", "overview: workers or knobs"),
     ("1", "view_overview", "view('overview')", "overview"),
@@ -42,7 +42,7 @@ _KEYS = (
     ("v", "level", "level", "logs: from which level on"),
     ("n", "next_error", "next_error", "logs: the next error back"),
     ("c", "copy", "copy", "copy the selected row (OSC 52)"),
-    ("s", "snapshot", "snapshot", "save the screen as SVG and the frame as JSON"),
+    ("s", "snapshot", "snapshot", "save screen (SVG) and frame (JSON)"),
     ("ctrl+r", "record", "record", "record frames into a file for --replay"),
     ("a", "ack", "ack", "show alerts and acknowledge them"),
     ("t", "tune", "tune", "knobs"),
@@ -56,7 +56,7 @@ _KEYS = (
     ("K", "kill", "change('kill')", "kill the selected worker"),
     ("T", "theme", "theme", "next theme"),
 )
-CHANGES = frozenset({"apply", "undo", "drain", "restart", "kill", "discard", "boot"})
+CHANGES = frozenset({"diff", "apply", "undo", "drain", "restart", "kill", "discard", "boot"})
 _SHOWN = {
     "question_mark": "?",
     "colon": ":",

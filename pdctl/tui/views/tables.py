@@ -14,6 +14,11 @@ from pdctl.tui.model import Model
 from pdctl.tui.views.common import Column, glyph, table
 
 _ID = re.compile(r"id=(?:chatcmpl|cmpl)-([0-9a-f]{6})[0-9a-f]+")
+_BRIEF = (
+    ("/v1/chat/completions ", "chat "), ("/v1/completions ", "completion "), ("status=", ""), ("path=", ""),
+    ("workers=", ""), ("ttft_ms=", "ttft="), ("total_ms=", "total="),
+    ("prompt_tokens=", "prompt="), ("output_tokens=", "output="),
+)  # fmt: skip
 LEVEL_ROLES = {"error": "bad", "critical": "bad", "warn": "warn", "warning": "warn", "debug": "dim"}
 
 
@@ -169,7 +174,12 @@ def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False, is_br
 
 
 def _brief(text: str) -> str:
-    return _ID.sub(r"\1…", text.replace("/v1/chat/completions ", "chat ").replace("/v1/completions ", "completion "))
+    """A request's line by its values: the figures come before the right edge also in eighty columns."""
+    if not _ID.search(text):
+        return text
+    for word, shorter in _BRIEF:
+        text = text.replace(word, shorter)
+    return _ID.sub(r"\1…", text)
 
 
 def _safe(text: str) -> str:
