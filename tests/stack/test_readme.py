@@ -37,7 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterat
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m pdctl "$@"\n')
     shim.chmod(0o755)
-    env = {"PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    env = {"PATH": f"{shim.parent}:{os.environ['PATH']}", "XDG_CONFIG_HOME": str(folder / "config")}
     with running(folder, DEMO, env=env, name="demo") as stack:
         yield stack
 

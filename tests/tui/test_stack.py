@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdctl.exits import Refused
 from pdctl.rundir import StackDir
 from pdctl.tui.frame import Worker
 from pdctl.tui.source import StackSource
@@ -99,6 +100,19 @@ async def test_read_only_leaves_the_stack_alone(stack: Running) -> None:
     async with console(source_of(stack, is_read_only=True)) as driver:
         await driver.press("t", "enter", "A", "u")
         assert "read-only" in driver.text
+    # The router refuses it too: the key of such a console may only look.
+    source = source_of(stack, is_read_only=True)
+    for change in (
+        lambda: source.change({"router.queue_high": 51}, if_rev=before, reason="", revert_after_s=None),
+        source.undo,
+        lambda: source.drain("decode-0"),
+        lambda: source.resume("decode-0"),
+    ):
+        with pytest.raises(Refused, match="READ_ONLY: this key may look and not change"):
+            change()
+    for change in (source.restart, source.kill):  # these two are the supervisor's and the kernel's
+        with pytest.raises(Refused, match="READ_ONLY"):
+            change("decode-0")
     assert stack.admin("/admin/knobs")["rev"] == before
 
 
