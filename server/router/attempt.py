@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
-from server.router.worker import Event, Expired, Inbox, Lost, Worker
+from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
 
 
@@ -90,7 +90,7 @@ class Attempt:
         self._params = params
         self._salt = salt
         self._deadline_s = deadline_s
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Worker | None = None  # until the first token
         self._next = 0
@@ -122,6 +122,7 @@ class Attempt:
             route.worker.send(message)
         else:
             record.prefill = route.prefill.name
+            route.prefill.crossed_at = time.monotonic()
             route.prefill.attach(self.id, self._inbox)
             route.worker.attach(self.id, self._inbox)
             route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
@@ -142,6 +143,9 @@ class Attempt:
             if self.reason and not self._ahead:
                 return None
             self._take(await self._inbox.get())
+            if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
+                self._inbox.is_paused = False
+                self.route.worker.send(Resume(self.id))
         self._next += 1
         self.record.mark_token()
         return token
@@ -178,6 +182,8 @@ class Attempt:
         record.cached_tokens = max(record.cached_tokens, done.num_cached)
         if worker is self.route.worker and self.route.prefill is not None:
             record.decode_stages = done.stages
+            if done.stages.get("recomputed"):
+                record.path = "colocated"  # whatever was planned: decode has read the prompt itself
         else:
             record.prefill_stages = done.stages
         if done.reason == "error":
