@@ -268,4 +268,3 @@ def with_logprobs(raw: torch.Tensor, chosen: torch.Tensor, num_logprobs: Rows[in
         top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
         tokens[row] = Token(tokens[row].id, logprob, top)
     return tokens
-

@@ -206,8 +206,9 @@ def test_figures_on_a_real_terminal_are_those_of_metrics(stack: Running, termina
     eventually(lambda: "received_bytes" in terminal.screen(), 10, "the counters of decode-0")
     values = parsed(httpx.get(f"{url}/metrics").text)
     shown = dict(re.findall(r"│ ([a-z_]+) +(\d+) +│", terminal.screen()))
-    assert {"received", "resends", "checksum_failures", "lost"} < shown.keys()
-    assert shown == {name: f"{values[f'pdctl_worker_{name} {D}']:.0f}" for name in shown}
+    said = {name: values[key] for name in shown if (key := f"pdctl_worker_{name} {D}") in values}
+    assert {"received", "resends", "checksum_failures", "lost", "preemptions"} < said.keys()
+    assert {name: float(shown[name]) for name in said} == said
     assert float(shown["received"]) > 0
     # 5. Leaving leaves the servers.
     terminal.press("q")
