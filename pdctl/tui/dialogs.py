@@ -25,7 +25,7 @@ Dialog > Vertical {
     border: round $accent; background: $surface; padding: 0 1;
 }
 Dialog.wide > Vertical { width: 118; }
-Dialog VerticalScroll { height: auto; max-height: 1fr; scrollbar-size-vertical: 1; }
+Dialog VerticalScroll { height: auto; max-height: 80vh; scrollbar-size-vertical: 1; }
 Dialog .title { text-style: bold; }
 Dialog .wrong { color: $error; }
 Dialog .hint { color: $foreground-muted; }

@@ -28,7 +28,7 @@ def draw(model: Model, width: int, height: int) -> list[Line]:
 
 
 def _detail(model: Model, frame: Frame, worker: Worker, width: int, height: int) -> list[Line]:
-    half = width // 2
+    half = max(width // 2, min(50, width - 30))
     facts = _facts(worker, half - 4) if model.opened_worker != worker.name else _counters(worker)
     title = worker.name + ("  counters" if model.opened_worker == worker.name else "")
     return columns(
