@@ -103,7 +103,7 @@ def _worker_cell(model: Model, worker: Worker, title: str) -> tuple[str, str]:
         case "BUSY":
             return numbers.share(worker.busy), ""
         case "UP":
-            return numbers.clock(worker.up_s), "dim"
+            return (numbers.clock(worker.up_s) if worker.up_s else "-"), "dim"
     return str(worker.restarts or "-"), "warn" if worker.restarts else "dim"
 
 
