@@ -39,8 +39,9 @@ class Hello(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """router -> prefill: read this prompt for decode worker `decode`. router -> any worker with `decode` empty: do the
-    whole sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone."""
+    """router -> prefill: read this prompt for decode worker `decode`. Said again with another `decode`: the first one
+    is lost, and what is computed of the prompt goes to this one. router -> any worker with `decode` empty: do the whole
+    sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone."""
 
     id: SeqId
     prompt: list[int]
@@ -86,7 +87,7 @@ class Grant(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """prefill -> decode: these grants are still wanted."""
+    """prefill -> decode: these grants are still wanted. The answer, decode -> prefill: these are still held."""
 
     ids: tuple[SeqId, ...]
 

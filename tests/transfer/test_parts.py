@@ -16,51 +16,9 @@ from server.transfer.receiver import Receiver, ReceiveStats
 from server.transfer.ring import LandingRing
 from server.transfer.sender import Sender
 from server.transfer.thread import TransferThread
-from tests.transfer.world import WAIT_S, Clock, random_pool, seq
+from tests.transfer.world import WAIT_S, Clock, Wire, random_pool, seq
 
 OFFER: Offer = {"kv_slot_bytes": 4 * 64}
-
-
-class Wire:
-    """A transport that only keeps what was posted."""
-
-    name = "wire"
-
-    def __init__(self) -> None:
-        self.posts: list[tuple[str, ChunkTag, list[torch.Tensor]]] = []
-        self.events: list[Event] = []
-        self.counters: dict[str, float] = {}
-        self.error: Exception | None = None
-        self._woken = threading.Event()
-
-    def offer(self) -> Offer:
-        return {}
-
-    def register(self, memory: torch.Tensor) -> None: ...
-
-    def connect(self, peer: str, offer: Offer) -> None: ...
-
-    def disconnect(self, peer: str) -> None:
-        self.events.append(PeerGone(peer, "disconnected"))
-
-    def post(self, peer: str, tag: ChunkTag, pieces: list[torch.Tensor]) -> int:
-        self.posts.append((peer, tag, pieces))
-        return len(self.posts)
-
-    def poll(self, timeout_s: float) -> list[Event]:
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        if not self.events:
-            self._woken.wait(timeout_s)
-        self._woken.clear()
-        events, self.events = self.events, []
-        return events
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    def close(self) -> None: ...
 
 
 class Prefill:
