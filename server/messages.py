@@ -93,8 +93,8 @@ class Renew(Message, frozen=True):
 
 
 class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
-    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence, made
-    `num_bytes` small by `codec` (0: as they are)."""
+    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence, as
+    tensor-parallel rank `rank` of the writer has them, made `num_bytes` small by `codec` (0: as they are)."""
 
     id: SeqId
     generation: int
@@ -104,6 +104,7 @@ class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     checksum: int
     codec: int = 0
+    rank: int = 0
 
 
 class SlotCredit(Message, frozen=True):

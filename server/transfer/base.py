@@ -66,7 +66,8 @@ Range = tuple[int, int]  # [first, stop) of blocks
 
 
 class KVTransport(Protocol):
-    """One end. `offer` goes into the model card's offer, `connect` takes the peer's."""
+    """One end of one tensor-parallel rank, which writes to the same rank of a peer. `offer` goes into the model card's
+    offer, `connect` takes the peer's: its `kv_rank` says whose address it is (0: the only rank there is)."""
 
     name: str
 

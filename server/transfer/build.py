@@ -118,4 +118,6 @@ def receiving_side(
         wake=transport.wake,
     )
     thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost)
-    return ReceivingSide(thread, receiver, ring, transport, {**transport.offer(), "kv_codec": config.compression})
+    return ReceivingSide(
+        thread, receiver, ring, transport, {**transport.offer(), "kv_codec": config.compression, "kv_rank": 0}
+    )

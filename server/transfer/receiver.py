@@ -97,6 +97,7 @@ class Receiver:
         *,
         checksum: bool,
         codec: Codec | None = None,
+        rank: int = 0,
         on_complete: Callable[[SeqId, ReceiveStats], None],
         on_missing: Callable[[SeqId, tuple[Range, ...]], None],
         on_failed: Callable[[SeqId, int], None],
@@ -109,6 +110,7 @@ class Receiver:
         self._blocks = blocks
         self._checksum = Checksum(ring.slot_bytes, ring.data.device) if checksum else None
         self._codec = codec
+        self._rank = rank
         self._on_complete = on_complete
         self._on_missing = on_missing
         self._on_failed = on_failed
@@ -237,7 +239,11 @@ class Receiver:
             reason = "dropped_unknown"
         elif tag.num_blocks == 0:
             reason = "lost"  # nothing but the slot came; the timer asks for the blocks
-        elif not wanted.coverage.fits(tag.first_block, tag.num_blocks) or not self._is_whole(tag):
+        elif (
+            tag.rank != self._rank
+            or not wanted.coverage.fits(tag.first_block, tag.num_blocks)
+            or not self._is_whole(tag)
+        ):
             reason = "dropped_range"
         elif not wanted.coverage.lacking(tag.first_block, tag.num_blocks):
             reason = "duplicate"

@@ -118,6 +118,7 @@ class Sender:
         max_inflight: int,
         checksum: bool,
         codec: Codec | None = None,
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         on_released: Callable[[SeqId], None],
         on_failed: Callable[[SeqId, str], None],
@@ -139,6 +140,7 @@ class Sender:
         self._posts: dict[int, _Post] = {}
         self._clock = clock
         self._codec = codec
+        self._rank = rank
         self._free_rows: list[int] = []
         transport.register(blocks)
         if codec is not None:
@@ -163,6 +165,8 @@ class Sender:
         slot_bytes, block_bytes = offer.get("kv_slot_bytes"), self._blocks.shape[1]
         if not isinstance(slot_bytes, int) or slot_bytes < block_bytes:
             raise TransferError(f"peer {peer} has ring slots of {slot_bytes} bytes, a block has {block_bytes}")
+        if (rank := offer.get("kv_rank", 0)) != self._rank:
+            raise TransferError(f"peer {peer} offers the address of rank {rank}; this is rank {self._rank}")
         self._transport.connect(peer, offer)
         if self._has_checksum and (self._checksum is None or self._checksum.max_bytes < slot_bytes):
             self._checksum = Checksum(slot_bytes, self._blocks.device)
@@ -290,7 +294,7 @@ class Sender:
         num_bytes = kv_bytes if row < 0 else pieces[0].numel()
         checksum = self._checksum(pieces) if self._checksum is not None else 0
         slot = peer.credits.popleft()
-        tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code)
+        tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code, self._rank)
         handle = self._transport.post(name, tag, pieces)
         self._posts[handle] = _Post(push, peer, row)
         peer.spend(slot, num_bytes, self._clock())

@@ -20,7 +20,19 @@ from server.engine.engine import Engine
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.limits import Limits
 from server.engine.scheduler import Scheduler
-from server.messages import AnyMessage, Card, ChunkTag, Decode, Done, Grant, GrantRequest, Prefill, SeqToken, SlotCredit, Tokens
+from server.messages import (
+    AnyMessage,
+    Card,
+    ChunkTag,
+    Decode,
+    Done,
+    Grant,
+    GrantRequest,
+    Prefill,
+    SeqToken,
+    SlotCredit,
+    Tokens,
+)
 from server.prefill import PrefillWorker
 from server.sequence import Batch, SamplingParams, SeqId, Token
 from server.transfer.base import Arrived, Sent
@@ -154,7 +166,9 @@ class Stage(Generic[W]):
 
 def _boot(name: str, folder: Path) -> Boot:
     (folder / "secret").write_bytes(b"x")
-    config = Config.model_validate({"prefill": {"workers": 1}, "decode": {"workers": 2}, "transfer": {"chunk_tokens": 16}})
+    config = Config.model_validate(
+        {"prefill": {"workers": 1}, "decode": {"workers": 2}, "transfer": {"chunk_tokens": 16}}
+    )
     return Boot(name, config, "", str(folder), str(folder / "secret"), {})
 
 
@@ -232,7 +246,9 @@ class DecodeStage(Stage[DecodeWorker]):
         (credit,) = self.prefill.take(SlotCredit)
         self.slots = list(credit.slots)
 
-    def _side(self, config: Any, instance: str, blocks: torch.Tensor, spec: Any, max_peers: int, **on: Any) -> ReceivingSide:
+    def _side(
+        self, config: Any, instance: str, blocks: torch.Tensor, spec: Any, max_peers: int, **on: Any
+    ) -> ReceivingSide:
         on.pop("on_peer_lost")
         self.ring = LandingRing(NUM_SLOTS * SPEC.block_bytes, SPEC.block_bytes, 1, 1)
         self.receiver = Receiver(self.ring, blocks, checksum=True, clock=self._now, **on)

@@ -40,8 +40,8 @@ def finish(d: DecodeStage) -> None:
 
 
 def test_a_whole_life(d: DecodeStage) -> None:
-    """1. Expected, asked for, granted: blocks are reserved. 2. Chunks in any order, token 0: received, acknowledged, runs.
-    3. Every token once, Done; nothing is left."""
+    """1. Expected, asked for, granted: blocks are reserved. 2. Chunks in any order, token 0: received, acknowledged,
+    runs. 3. Every token once, Done; nothing is left."""
     d.expect(ID)
     assert d.num_held == 0
     d.ask(ID)
@@ -170,7 +170,8 @@ def test_chunk(d: DecodeStage, state: str) -> None:
 
 
 def test_chunks_that_are_wrong(d: DecodeStage) -> None:
-    """1. A flipped bit: asked for again at once. 2. Another generation: nobody's. 3. Twice: once. 4. The blocks are right."""
+    """1. A flipped bit: asked for again at once. 2. Another generation: nobody's. 3. Twice: once. 4. The blocks are
+    right."""
     d.bring(ID, "receiving")
     d.chunk(ID, 0, flip=True)
     assert [grant.missing for grant in d.prefill.take(Grant)] == [((0, 1),)]
@@ -236,8 +237,8 @@ def test_abort(d: DecodeStage, state: str, who: str) -> None:
 
 @each_state
 def test_prefill_connection_lost(d: DecodeStage, state: str) -> None:
-    """What needs prefill is computed here, from what has come; what is complete needs no one. Its slots are free again, and
-    the same instance may come back for them."""
+    """What needs prefill is computed here, from what has come; what is complete needs no one. Its slots are free
+    again, and the same instance may come back for them."""
     d.bring(ID, state)
     if state == "receiving":
         d.chunk(ID, 0)

@@ -27,8 +27,8 @@ each_state = pytest.mark.parametrize("state", PrefillStage.STATES)
 
 
 def test_a_whole_life(p: PrefillStage) -> None:
-    """1. Prefill: a grant is asked for, nothing is held. 2. Grant: a block a step, pushed after each. 3. The first token
-    goes to both. 4. Received: blocks are free once the last post has ended."""
+    """1. Prefill: a grant is asked for, nothing is held. 2. Grant: a block a step, pushed after each. 3. The first
+    token goes to both. 4. Received: blocks are free once the last post has ended."""
     p.prefill(ID)
     assert p.decode.take(GrantRequest) == [GrantRequest(ID, len(PROMPT))]
     p.step()
@@ -49,7 +49,8 @@ def test_a_whole_life(p: PrefillStage) -> None:
 
 @each_state
 def test_prefill_message(p: PrefillStage, state: str) -> None:
-    """Unknown: it joins the line. Let go: the router hears that it is not here. Else said twice, which changes nothing."""
+    """Unknown: it joins the line. Let go: the router hears that it is not here. Else said twice, which changes
+    nothing."""
     p.bring(ID, state)
     p.prefill(ID)
     assert len(p.decode.take(GrantRequest)) == (state == "unknown")
@@ -59,8 +60,9 @@ def test_prefill_message(p: PrefillStage, state: str) -> None:
 
 @each_state
 def test_prefill_for_another_decode_worker(p: PrefillStage, state: str) -> None:
-    """1. The router names another decode worker. 2. That one is asked, the first is told. 3. Its grant is enough: what was
-    computed is sent to it, what was not is computed, and token 0 goes there. 4. No token of the prompt was read twice."""
+    """1. The router names another decode worker. 2. That one is asked, the first is told. 3. Its grant is enough: what
+    was computed is sent to it, what was not is computed, and token 0 goes there. 4. No token of the prompt was read
+    twice."""
     p.bring(ID, state)
     steps = p.engine.num_steps
     p.prefill(ID, "decode-1")
@@ -138,7 +140,8 @@ def test_done_received(p: PrefillStage, state: str) -> None:
 
 @each_state
 def test_abort_of_the_router(p: PrefillStage, state: str) -> None:
-    """Always answered. Decode is told if it was asked; blocks are free once no post reads them; the id never returns."""
+    """Always answered. Decode is told if it was asked; blocks are free once no post reads them; the id never
+    returns."""
     p.bring(ID, state)
     p.tell(p.router, Abort(ID))
     assert p.router.take(AbortAck) == [AbortAck(ID)]
@@ -191,7 +194,8 @@ def test_renew_is_an_answer(p: PrefillStage, state: str) -> None:
 
 @each_state
 def test_decode_connection_lost(p: PrefillStage, state: str) -> None:
-    """1. Decode is lost: what is computed stays, and computing goes on. 2. Nobody takes it over: after the hold it ends."""
+    """1. Decode is lost: what is computed stays, and computing goes on. 2. Nobody takes it over: after the hold it
+    ends."""
     p.bring(ID, state)
     p.lose(p.decode)
     assert not p.router.take(Done)
@@ -207,8 +211,8 @@ def test_decode_connection_lost(p: PrefillStage, state: str) -> None:
 
 @pytest.mark.parametrize("state", KNOWN)
 def test_lost_decode_worker_is_replaced(p: PrefillStage, state: str) -> None:
-    """As above, but the router names another one in time: nothing is read twice, and the first one's posts are waited for
-    before blocks are free."""
+    """As above, but the router names another one in time: nothing is read twice, and the first one's posts are waited
+    for before blocks are free."""
     p.bring(ID, state)
     p.lose(p.decode)
     num_old, steps = len(p.posted()), p.engine.num_steps
@@ -292,9 +296,14 @@ def test_failed_engine_leaves_decode_to_go_on(p: PrefillStage, monkeypatch: pyte
     assert p.num_held == 0
 
 
-def test_whole_sequence_here(p: PrefillStage) -> None:
-    """`decode` empty: tokens to the router alone, no grant, nothing pushed."""
+@each_state
+def test_whole_sequence_here(p: PrefillStage, state: str) -> None:
+    """`decode` empty: tokens to the router alone, no grant, nothing pushed. Of an id that is known: nothing."""
+    p.bring(ID, state)
     p.tell(p.router, Prefill(ID, PROMPT, PARAMS))
+    if state != "unknown":
+        assert p.state(ID) == state
+        return
     for _ in range(12):
         p.step()
     assert sum(len(tokens.items) for tokens in p.router.take(Tokens)) == PARAMS.max_tokens
