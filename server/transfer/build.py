@@ -84,7 +84,9 @@ def sending_side(
         on_released=on_released,
         on_failed=on_failed,
     )
-    return SendingSide(TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost), sender, transport)
+    return SendingSide(
+        TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost, device=blocks.device), sender, transport
+    )
 
 
 def receiving_side(
@@ -117,7 +119,6 @@ def receiving_side(
         clock=time.monotonic,
         wake=transport.wake,
     )
-    thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost)
-    return ReceivingSide(
-        thread, receiver, ring, transport, {**transport.offer(), "kv_codec": config.compression, "kv_rank": 0}
-    )
+    thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost, device=blocks.device)
+    offer = {**transport.offer(), "kv_codec": config.compression, "kv_rank": 0}
+    return ReceivingSide(thread, receiver, ring, transport, offer)
