@@ -84,7 +84,7 @@ class DecodeWorker(Worker[DecodeEntry]):
     def start_transfer(self) -> None:
         pool = self.engine.runner.pool
         side = receiving_side(
-            self.boot.config.transfer,
+            self.boot.transfer,
             self.me.instance,
             pool.blocks,
             pool.spec,

@@ -99,7 +99,7 @@ class PrefillWorker(Worker[PrefillEntry]):
     def start_transfer(self) -> None:
         pool = self.engine.runner.pool
         side = sending_side(
-            self.boot.config.transfer,
+            self.boot.transfer,
             self.me.instance,
             pool.blocks,
             pool.spec,
