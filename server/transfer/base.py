@@ -10,7 +10,7 @@ A failed post ends its path: whether the peer has the chunk is unknown, so its s
 only be taken back by ending the endpoint. So SendFailed is always followed by that peer's PeerGone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -37,10 +37,12 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """`tag.slot` of the local ring holds `tag.num_bytes` bytes, claimed by `peer` (its instance id)."""
+    """`tag.slot` of the local ring holds `tag.num_bytes` bytes, claimed by `peer` (its instance id). `began`: when its
+    bytes began to come, on this end's clock, as nearly as the transport knows."""
 
     peer: str
     tag: ChunkTag
+    began: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ class TcpTransport:
             self._selector.modify(path.sock, mask, path)
 
     def _serve_incoming(self, path: Incoming) -> None:
-        arrived: list[ChunkTag] = []
+        arrived: list[Arrived] = []
         reason = ""
         try:
             path.read(arrived)
@@ -198,7 +198,7 @@ class TcpTransport:
             reason = e.message
         if path in self._strangers and path.peer:
             reason = self._admit(path) or reason
-        self._events += [Arrived(path.peer, tag) for tag in arrived]
+        self._events += arrived
         if reason:
             self._end(path, reason)
 
@@ -221,7 +221,7 @@ class TcpTransport:
             self.counters["refused"] += 1
             sock.close()
             return
-        path = Incoming(sock, self._key, self._ring, self._memory, self._clock())
+        path = Incoming(sock, self._key, self._ring, self._memory, self._clock)
         self._strangers.add(path)
         self._selector.register(sock, selectors.EVENT_READ, path)
 

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 
@@ -19,6 +20,7 @@ import msgspec
 
 from server.errors import TransferError
 from server.messages import ChunkTag
+from server.transfer.base import Arrived
 from server.transfer.ring import LandingRing
 
 MAX_HEADER = 1024
@@ -146,10 +148,14 @@ class _Stage(Enum):
 class Incoming:
     """Reads one peer's stream into the ring, after its preface. It can reach its credited slots and nothing else."""
 
-    def __init__(self, sock: socket.socket, key: str, ring: LandingRing, memory: memoryview, now: float) -> None:
+    def __init__(
+        self, sock: socket.socket, key: str, ring: LandingRing, memory: memoryview, clock: Callable[[], float]
+    ) -> None:
         tune(sock)
         self.sock = sock
-        self.since = now
+        self.since = clock()
+        self._clock = clock
+        self._began = 0.0  # when the frame under way did
         self.peer = ""  # known after the preface
         self._key = key.encode()
         self._ring = ring
@@ -158,7 +164,7 @@ class Incoming:
         self._tag: ChunkTag | None = None
         self._want(_Stage.PREFACE, self._header[: _PREFACE.size])
 
-    def read(self, arrived: list[ChunkTag]) -> None:
+    def read(self, arrived: list[Arrived]) -> None:
         """Adds chunks that are complete in their slots, until the socket is empty or this path's turn is over. Raises
         TransferError with the reason to close."""
         budget = _TURN_BYTES
@@ -184,7 +190,7 @@ class Incoming:
     def _want(self, stage: _Stage, target: memoryview) -> None:
         self._stage, self._target, self._got = stage, target, 0
 
-    def _next(self, arrived: list[ChunkTag]) -> None:
+    def _next(self, arrived: list[Arrived]) -> None:
         match self._stage:
             case _Stage.PREFACE:
                 self._read_preface()
@@ -192,6 +198,7 @@ class Incoming:
                 (length,) = _LENGTH.unpack(self._target)
                 if not 0 < length <= MAX_HEADER:
                     raise TransferError(f"refused: header of {length} bytes, at most {MAX_HEADER}")
+                self._began = self._clock()
                 self._want(_Stage.HEADER, self._header[:length])
                 return
             case _Stage.HEADER:
@@ -224,6 +231,6 @@ class Incoming:
             raise TransferError(f"refused: {reason}")
         return tag
 
-    def _finish(self, tag: ChunkTag, arrived: list[ChunkTag]) -> None:
+    def _finish(self, tag: ChunkTag, arrived: list[Arrived]) -> None:
         if self._ring.landed(self.peer, tag.slot):
-            arrived.append(tag)
+            arrived.append(Arrived(self.peer, tag, self._began))

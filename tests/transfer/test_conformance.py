@@ -343,7 +343,7 @@ def test_abort_at_every_moment(world: World, moment: str, side: str) -> None:
     if moment != "opened":
         world.push(seq(1), 8 if moment == "half" else 16)
     if moment == "posted":
-        until(lambda: world.p_thread.run(lambda: world.sender.is_busy), what="posts under way")
+        until(lambda: world.sender.counters["sent"] == 4, what="posts under way")
     if moment == "held":
         until(lambda: world.faults.num_held == 4, what="all held")
     if moment == "half":
