@@ -297,6 +297,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             self._repeat_token0(entry, entry.token0)
         entry.lease = 0.0
         entry.source = None
+        entry.stages["recomputed"] = 1.0
         self.counters["recomputed"] += 1
         self.wake()
 

@@ -188,6 +188,8 @@ class Attempt:
         record.cached_tokens = max(record.cached_tokens, done.num_cached)
         if worker is self.route.worker and self.route.prefill is not None:
             record.decode_stages = done.stages
+            if done.stages.get("recomputed"):
+                record.path = "colocated"  # whatever was planned: decode has read the prompt itself
         else:
             record.prefill_stages = done.stages
         if done.reason == "error":
