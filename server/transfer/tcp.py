@@ -17,7 +17,7 @@ from torch import Tensor
 
 from server.errors import StartError, TransferError
 from server.messages import ChunkTag
-from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed, Sent
+from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed
 from server.transfer.ring import LandingRing
 from server.transfer.tcp_path import Incoming, Outgoing, frame_header, tune
 
@@ -181,7 +181,7 @@ class TcpTransport:
 
     def _flush(self, path: Outgoing) -> None:
         try:
-            self._events += [Sent(handle) for handle in path.flush(self._clock())]
+            path.flush(self._clock(), self._events)
         except TransferError as e:
             self._end(path, e.message)
             return

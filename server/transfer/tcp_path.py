@@ -20,7 +20,7 @@ import msgspec
 
 from server.errors import TransferError
 from server.messages import ChunkTag
-from server.transfer.base import Arrived
+from server.transfer.base import Arrived, Event, Sent
 from server.transfer.ring import LandingRing
 
 MAX_HEADER = 1024
@@ -83,11 +83,10 @@ class Outgoing:
         self._views += [(view, 0) for view in views[:-1]]
         self._views.append((views[-1], handle))
 
-    def flush(self, now: float) -> list[int]:
-        """Sends what the socket takes; handles that are done. Raises TransferError."""
+    def flush(self, now: float, done: list[Event]) -> None:
+        """Sends what the socket takes; adds the posts that are done. Raises TransferError; what was added counts."""
         if not self._is_connected and not self._finish_connect():
-            return []
-        done: list[int] = []
+            return
         budget = _TURN_BYTES
         while self._views and budget > 0:
             batch = [self._views[i][0] for i in range(min(len(self._views), _MAX_PIECES))]
@@ -100,7 +99,6 @@ class Outgoing:
             self.progress_at = now
             budget -= sent
             self._advance(sent, done)
-        return done
 
     def unfinished(self) -> list[int]:
         return [handle for _, handle in self._views if handle]
@@ -126,7 +124,7 @@ class Outgoing:
             self._is_connected = True
         return self._is_connected
 
-    def _advance(self, sent: int, done: list[int]) -> None:
+    def _advance(self, sent: int, done: list[Event]) -> None:
         while sent:
             view, handle = self._views[0]
             if sent < len(view):
@@ -135,7 +133,7 @@ class Outgoing:
             self._views.popleft()
             sent -= len(view)
             if handle:
-                done.append(handle)
+                done.append(Sent(handle))
 
 
 class _Stage(Enum):

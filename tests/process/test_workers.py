@@ -275,6 +275,7 @@ async def test_decode_goes_on_when_prefill_is_killed(workers: Workers, tiny_mode
     assert (await workers.run(prompts[0], GREEDY))[0] == expected[0]
 
 
+@pytest.mark.slow
 async def test_another_decode_worker_takes_the_place_of_one_that_dies(tmp_path: Path, tiny_model_dir: Path) -> None:
     """KV stays on prefill until somebody has it. Every chunk to decode-0 is lost on the way, so that it is caught in
     the middle of its transfer, whatever the machine does."""
