@@ -129,6 +129,7 @@ class Attempt:
             route.worker.send(message)
         else:
             record.prefill = route.prefill.name
+            route.prefill.crossed_at = time.monotonic()
             self._tell_pair(route.prefill, route.worker)
 
     def _tell_pair(self, prefill: Worker, decode: Worker) -> None:
