@@ -295,11 +295,11 @@ class Sender:
         kv_bytes = (stop - first) * self._blocks.shape[1]
         pieces, row, code = self._prepared(peer, push.table[first:stop])
         num_bytes = kv_bytes if row < 0 else pieces[0].numel()
-        checksum = 0
-        if self._checksum is not None:
-            checksum = self._checksum(pieces)
-        else:
-            wait_for(self._blocks.device)  # a transport reads past every stream
+        try:
+            checksum = self._sum(pieces)
+        except Exception:
+            self._free_rows += [row] if row >= 0 else []
+            raise
         slot = peer.credits.popleft()
         tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code, self._rank)
         handle = self._transport.post(name, tag, pieces)
@@ -310,6 +310,13 @@ class Sender:
         self.counters["resent" if is_again else "sent"] += 1
         self.counters["sent_bytes"] += num_bytes
         self.counters["sent_kv_bytes"] += kv_bytes
+
+    def _sum(self, pieces: list[Tensor]) -> int:
+        """After it the pieces are there for a transport to read, which looks past every stream."""
+        if self._checksum is not None:
+            return self._checksum(pieces)
+        wait_for(self._blocks.device)
+        return 0
 
     def _has_room(self, peer: _Peer) -> bool:
         return bool(self._free_rows) or (peer.codec is None and not self._blocks.is_cuda)
