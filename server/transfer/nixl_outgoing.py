@@ -15,7 +15,7 @@ from server.transfer.nixl_agent import Agent, Piece, WriteState, memory_kind, pi
 
 # Of one write: enough to make its cost (about 10 us, or 40 with many pieces) small, little enough that the other end
 # verifies one while the next is under way.
-_WRITE_BYTES = {"DRAM": 2 * 2**20, "VRAM": 32 * 2**20}
+_WRITE_BYTES = {"DRAM": 4 * 2**20, "VRAM": 32 * 2**20}
 _encode = msgspec.msgpack.Encoder().encode
 
 
