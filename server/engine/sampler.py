@@ -16,6 +16,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from server.device import on_host
 from server.grammar import Grammars
 from server.sequence import SamplingParams, Sequence, Token
 
@@ -267,16 +268,3 @@ def with_logprobs(raw: torch.Tensor, chosen: torch.Tensor, num_logprobs: Rows[in
         top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
         tokens[row] = Token(tokens[row].id, logprob, top)
     return tokens
-
-
-def on_host(values: torch.Tensor) -> torch.Tensor:
-    """`values` on the CPU, complete. A copy from a device goes by way of pinned memory: one to ordinary memory waits
-    for the step inside the driver, and keeps the transfer thread's launches out meanwhile."""
-    if not values.is_cuda:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    done.synchronize()
-    return host

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
-from server.router.worker import Event, Expired, Inbox, Lost, Worker
+from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
 
 
@@ -96,7 +96,7 @@ class Attempt:
         self._deadline_s = deadline_s
         self._another = another
         self._has_prefill = False  # prefill works for it, or holds its KV
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Worker | None = None  # until the first token
         self._next = 0
@@ -153,6 +153,9 @@ class Attempt:
             if self.reason and not self._ahead:
                 return None
             self._take(await self._inbox.get())
+            if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
+                self._inbox.is_paused = False
+                self.route.worker.send(Resume(self.id))
         self._next += 1
         self.record.mark_token()
         return token

@@ -240,7 +240,8 @@ class DecodeStage(Stage[DecodeWorker]):
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("server.decode.receiving_side", self._side)
         clock = Clock()
-        super().__init__(DecodeWorker(_boot("decode-0", folder)), clock, Limits(chunk_tokens=BLOCK))
+        limits = Limits(chunk_tokens=BLOCK, idle_swap_s=30.0)
+        super().__init__(DecodeWorker(_boot("decode-0", folder)), clock, limits)
         self.source = torch.randint(0, 256, (NUM_BLOCKS, SPEC.block_bytes), dtype=torch.uint8)
         self.prefill = self.join(Peer("prefill-0", "prefill"))
         (credit,) = self.prefill.take(SlotCredit)

@@ -11,9 +11,11 @@ from server.messages import (
     Heartbeat,
     Load,
     NotResident,
+    Pause,
     Peers,
     Prefill,
     Renew,
+    Resume,
     SeqToken,
     SetKnobs,
     SlotCredit,
@@ -216,6 +218,32 @@ def test_token_0(d: DecodeStage, state: str) -> None:
         finish(d)
         (first,) = [i.token for t in d.router.take(Tokens) for i in t.items if i.index == 0]
         assert first == TOKEN
+
+
+@each_state
+def test_pause_and_resume(d: DecodeStage, state: str) -> None:
+    """A client that does not read is not computed for; its blocks are given away after a while. Nothing of it is lost:
+    it reads on, and gets each token once. What has not come to run yet goes on as it was."""
+    d.bring(ID, state)
+    d.tell(d.router, Pause(ID))
+    if state == "running":
+        steps = d.engine.num_steps
+        finish(d)
+        assert d.engine.num_steps == steps
+        d.wait(31.0)
+        d.step()
+        assert d.num_held == 0
+    d.tell(d.router, Resume(ID))
+    if state == "receiving":
+        for block in range(3):
+            d.chunk(ID, block)
+        d.token0(ID)
+    before = outputs(d)
+    finish(d)
+    if state in ("receiving", "running"):
+        first = 2 if state == "running" else 0
+        assert before + outputs(d) == list(range(first, PARAMS.max_tokens))
+        assert d.state(ID) == "finished"
 
 
 @each_state

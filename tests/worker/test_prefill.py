@@ -11,9 +11,11 @@ from server.messages import (
     GrantRequest,
     Heartbeat,
     Load,
+    Pause,
     Peers,
     Prefill,
     Renew,
+    Resume,
     SetKnobs,
     SlotCredit,
     Tokens,
@@ -268,7 +270,7 @@ def test_knobs_peers_and_heartbeats(p: PrefillStage, state: str) -> None:
     p.tell(p.router, SetKnobs(5, {"transfer.chunk_tokens": 32, "prefill.chunk_tokens": 32}))
     assert [load.rev for load in p.router.take(Load)] == [5]
     assert p.sender.chunk_tokens == 32
-    p.tell(p.router, Peers({}), Heartbeat(), AbortAck(ID))
+    p.tell(p.router, Peers({}), Heartbeat(), AbortAck(ID), Pause(ID), Resume(ID))
     assert p.state(ID) == state
     assert p.worker.counters["unexpected"] == 0
 
