@@ -84,9 +84,10 @@ class Workers:
             )
         os.close(write)
         await asyncio.to_thread(self._wait_ready, read)
-        self.channels[name] = channel = await connect(self.addresses[name])
+        channel = await connect(self.addresses[name])
         card = Card(text_facts(self.model_dir, str(self.model_dir)))
         await greet(channel, Identity.new("router", "router"), self.secret, card)
+        self.channels[name] = channel  # `beat` may use it from here on
         self.tasks.append(asyncio.create_task(self._read(name, channel)))
 
     def _wait_ready(self, fd: int) -> None:
