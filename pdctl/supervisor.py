@@ -121,8 +121,11 @@ class Supervisor:
         """Everything that can be refused before a process is started. Raises StartError, ConfigError."""
         placed = plan(self._config, Machine.here())
         check_keys(self._config)
-        self._listener = listen(self._config.router.host, self._config.router.port, self._stack.name)
-        self._stack.port = self._listener.getsockname()[1]
+        if self._config.secret_file is not None:
+            self._dir.use_secret(Path(self._config.secret_file).expanduser())
+        if placed.router is not None:
+            self._listener = listen(self._config.router.host, self._config.router.port, self._stack.name)
+            self._stack.port = self._listener.getsockname()[1]
         self._stack.socket_dir = str(make_socket_dir(self._stack.run_id))
         for warning in placed.warnings:
             self._say("warning", text=warning)
@@ -287,12 +290,15 @@ class Supervisor:
         self._write()
 
     def address(self, name: str) -> str:
-        return f"unix:{self._stack.socket_dir}/{name}.sock"
+        host = self._config.host_of(name)
+        return f"unix:{self._stack.socket_dir}/{name}.sock" if host is None else host.control(name)
 
     def _begin_scaling(self, role: str, count: int) -> dict[str, Any]:
         if self._stack.scaling or self._stack.state != "ready":
             busy = f"scaling to {self._stack.scaling}" if self._stack.scaling else self._stack.state
             return {"ok": False, "error": f"the stack is {busy}"}
+        if self._config.hosts:
+            return {"ok": False, "error": "a stack over several machines keeps the workers of its profile"}
         if role not in ROLES:
             return {"ok": False, "error": f"there is no pool {role!r}"}
         self._stack.scaling, self._stack.scale_problem = f"{role}={count}", ""
@@ -337,9 +343,15 @@ class Supervisor:
         if self._scaling is not None:
             self._scaling.cancel()
         self._stack.state = "draining"
-        router = self._slots["router"]
+        router = self._slots.get("router")
         was_cut = False
-        if self._stack.ready_at and router.is_running and drain_s > 0 and not self._force.is_set():
+        if (
+            router is not None
+            and self._stack.ready_at
+            and router.is_running
+            and drain_s > 0
+            and not self._force.is_set()
+        ):
             self._say("draining", text=f"letting requests finish, at most {drain_s:g} s; Ctrl-C again stops now")
             router.stop(signal.SIGTERM)
             was_cut = not await self._ended([router], drain_s)

@@ -162,6 +162,7 @@ class Colocated(Pool):
 
 class Transfer(Section):
     backend: Literal["auto", "nixl", "tcp"] = "auto"
+    host: str = Field("", description="address that a worker offers for KV; empty: that of its control connection")
     chunk_tokens: int = Field(64, ge=1, le=8192, description="tokens of one push, a multiple of model.block_size")
     max_inflight: int = Field(16, ge=1, le=256, description="chunks under way to one peer")
     ring_bytes: Bytes = 256 * 2**20
@@ -169,6 +170,20 @@ class Transfer(Section):
     compression: Literal["none", "zstd", "fp8"] = "none"
     timeout: Seconds = 30.0
     latency_warn: Seconds = 0.05
+
+
+class Host(Section):
+    """One machine of several. `pdctl up` of the same profile on each starts what is its own."""
+
+    address: str = Field(min_length=1, description="by which the others reach it, an IP or a name")
+    port: int = Field(7400, ge=1, le=65000, description="of its first worker's control connection; others count on")
+    workers: list[str] = Field(default_factory=list, description="names, such as decode-0")
+    router: bool = False
+
+    def control(self, worker: str) -> str:
+        """Where that worker of this host listens."""
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp:{address}:{self.port + self.workers.index(worker)}"
 
 
 class Hybrid(Section):
@@ -280,6 +295,8 @@ class Config(Section):
     supervise: Supervise = Supervise()
     tune: Tune = Tune()
     tui: Tui = Tui()
+    hosts: dict[str, Host] = Field(default_factory=dict, description="machines, by any name; none: this one")
+    secret_file: str | None = Field(None, description="the stack's secret, the same file on every machine")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -292,7 +309,26 @@ class Config(Section):
                 f"transfer.chunk_tokens ({self.transfer.chunk_tokens}) must be a multiple of "
                 f"model.block_size ({self.model.block_size})"
             )
+        self._check_hosts()
         return self
+
+    def _check_hosts(self) -> None:
+        if not self.hosts:
+            return
+        placed = [name for host in self.hosts.values() for name in host.workers]
+        names = {spec.name for spec in self.workers}
+        if unknown := [name for name in placed if name not in names]:
+            raise ValueError(f"hosts: there is no worker {unknown[0]}; there are {', '.join(sorted(names))}")
+        if wrong := sorted(name for name in names if placed.count(name) != 1):
+            raise ValueError(f"hosts: {wrong[0]} is on {placed.count(wrong[0])} hosts; each worker is on one")
+        if sum(host.router for host in self.hosts.values()) != 1:
+            raise ValueError("hosts: set router = true on one of them")
+        if self.secret_file is None:
+            raise ValueError("hosts need secret_file: a file of mode 0600 with the same line on every machine")
+
+    def host_of(self, worker: str) -> Host | None:
+        """None on the one machine that a profile without hosts is for."""
+        return next((host for host in self.hosts.values() if worker in host.workers), None)
 
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:

@@ -83,7 +83,7 @@ class DecodeWorker(Worker[DecodeEntry]):
     def start_transfer(self) -> None:
         pool = self.engine.runner.pool
         side = receiving_side(
-            self.boot.config.transfer,
+            self.boot.transfer,
             self.me.instance,
             pool.blocks,
             pool.spec,
@@ -214,12 +214,17 @@ class DecodeWorker(Worker[DecodeEntry]):
     # -- RECEIVING -----------------------------------------------------------------------------------------------
 
     def on_renew(self, channel: Channel, message: Renew) -> None:
+        """Answered with the grants that are held still: prefill keeps blocks for no others."""
+        held: list[SeqId] = []
         for id in message.ids:
             entry = self.ledger.get(id)
             if entry is None or entry.source is not channel:
                 channel.send(Abort(id, "no such grant"))
             elif entry.lease:
                 entry.lease = self.clock() + LEASE_S
+                held.append(id)
+        if held:
+            channel.send(Renew(tuple(held)))
 
     def on_tokens(self, channel: Channel, message: Tokens) -> None:
         for item in message.items:
@@ -246,10 +251,14 @@ class DecodeWorker(Worker[DecodeEntry]):
         entry.mark("ready", self.clock())
         with self.engine.lock:
             self.engine.scheduler.received(entry.id, entry.token0)
-        entry.owner.send(Tokens((SeqToken(entry.id, 0, entry.token0),)))
+        self._repeat_token0(entry, entry.token0)
         if entry.seq.finish_reason:
             self.finish(entry)
         self.wake()
+
+    def _repeat_token0(self, entry: DecodeEntry, token: Token) -> None:
+        """The router takes it from whoever is first; prefill may have died with it unsent."""
+        entry.owner.send(Tokens((SeqToken(entry.id, 0, token),)))
 
     def _missing(self, id: SeqId, ranges: tuple[tuple[int, int], ...]) -> None:
         entry = self.ledger.get(id)
@@ -267,7 +276,7 @@ class DecodeWorker(Worker[DecodeEntry]):
     def _compute_here(self, entry: DecodeEntry, verified: int | None = None) -> None:
         """Goes on without prefill: from the verified prefix, and with token 0 if it is known."""
         state = entry.seq.state
-        if state is SeqState.RECEIVING:
+        if state is SeqState.RECEIVING and entry.lease:  # without one it has everything, or goes on alone already
             if verified is None and not entry.is_covered:
                 verified = self.receiver.revoke(entry.id)
             if entry.token0 is None and entry.seq.params.num_prompt_logprobs >= 0:
@@ -281,6 +290,8 @@ class DecodeWorker(Worker[DecodeEntry]):
             self.admit(entry)
         else:
             return
+        if entry.token0 is not None:
+            self._repeat_token0(entry, entry.token0)
         entry.lease = 0.0
         entry.source = None
         entry.stages["recomputed"] = 1.0

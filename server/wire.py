@@ -122,7 +122,7 @@ async def connect(address: str, timeout_s: float = 5.0) -> Channel:
             if kind == "unix":
                 return Channel(*await asyncio.open_unix_connection(rest))
             host, _, port = rest.rpartition(":")
-            return Channel(*await asyncio.open_connection(host, int(port)))
+            return Channel(*await asyncio.open_connection(host.strip("[]"), int(port)))
     except (OSError, TimeoutError) as error:
         raise PeerLost(f"cannot connect to {address}: {str(error) or 'timed out'}") from error
 

@@ -91,6 +91,7 @@ def model_facts(boot: Boot, runner: ModelRunner) -> dict[str, str]:
         "kv_heads": str(spec.num_kv_heads),
         "head_dim": str(spec.head_dim),
         "block_size": str(spec.block_size),
+        "tp": "1",  # ranks of a worker; each has its share of the KV heads
         "layout": str(LAYOUT_VERSION),
         "window": str(spec.sliding_window),
         "rope": str(getattr(text, "rope_parameters", None)),

@@ -142,7 +142,13 @@ class Dispatcher:
         deadline_s: float = 0.0,
     ) -> Attempt:
         seq_id = SeqId(self.workers.me.instance, next(self._number), 0)
-        return Attempt(seq_id, plan, prompt, params, record, salt=salt, deadline_s=deadline_s)
+        return Attempt(seq_id, plan, prompt, params, record, salt=salt, deadline_s=deadline_s, another=self._another)
+
+    def _another(self, route: Route) -> Route | None:
+        """From the same prefill worker to the decode worker, another than this one, with the least to do."""
+        others = [r for r in self.routes if r.prefill is route.prefill and r.worker is not route.worker]
+        able = [other for other in others if self.is_proven(other) and not other.worker.is_draining]
+        return min(able, key=lambda other: len(other.worker.open), default=None)
 
     # the queue
 
