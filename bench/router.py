@@ -3,12 +3,13 @@
 1. One request at a time: the latency that the router adds, from the request to its first event (there and back, text
    and all), and from the worker's token to the client's event.
 2. `--streams` at once: streamed and detokenized tokens a second, one token an event, and the router's CPU time a token.
-   The worker sends a step of all streams in one message, as a real one does, and is at most `WINDOW` steps ahead of
-   what the clients have read: the router is the limit, and nothing piles up in it.
+   The worker sends a step of all streams in one message, as a real one does, and is at most `--ahead` steps ahead of
+   what the clients have read: the router is the limit, and nothing piles up in it. A stream that is behind gets several
+   events in one write; with `--ahead 1` every event is a write.
 
 Worker and clients share one loop on the other core: less Python there than in the router. One JSON line at the end.
 
-    python bench/router.py [--seconds 60] [--streams 64] [--requests 500] [--cores 0,1] [--profile] [--check]
+    python bench/router.py [--seconds 60] [--streams 64] [--ahead 8] [--requests 500] [--profile] [--check]
 """
 
 import argparse
@@ -40,7 +41,6 @@ from server.wire import Channel, Identity, serve, welcome
 
 ROOT = Path(__file__).parents[1]
 SECRET = b"bench"
-WINDOW = 8
 OUTPUT = 1000  # tokens of a stream, then the client asks again
 MAX_ADDED_MS, MIN_TOKENS_S = 0.5, 30_000
 PROSE = "The sun went down behind the hills, and the small boats came home one after another with their lamps lit. "
@@ -164,7 +164,7 @@ async def added_latency(port: int, worker: PlayedWorker, count: int) -> dict[str
 
 
 async def throughput(
-    port: int, worker: PlayedWorker, router: psutil.Process, streams: int, seconds: float
+    port: int, worker: PlayedWorker, router: psutil.Process, streams: int, ahead: int, seconds: float
 ) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     received, has_ended = 0, False
@@ -188,7 +188,7 @@ async def throughput(
             start, cpu_before, received_before = now, _cpu(router), received
         if start and now >= start + seconds:
             break
-        if worker.tokens and worker.num_sent - before - received < WINDOW * streams:
+        if worker.tokens and worker.num_sent - before - received < ahead * streams:
             worker.step(list(worker.tokens))
             await asyncio.sleep(0)
         else:
@@ -255,7 +255,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         os.sched_setaffinity(process.pid, {router_core})
         await _ready(port)
         latency = await added_latency(port, worker, args.requests)
-        rates = await throughput(port, worker, psutil.Process(process.pid), args.streams, args.seconds)
+        rates = await throughput(port, worker, psutil.Process(process.pid), args.streams, args.ahead, args.seconds)
     finally:
         process.terminate()
         await asyncio.wait_for(process.wait(), 20)
@@ -279,6 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--ahead", type=int, default=8, metavar="STEPS")
     parser.add_argument("--requests", type=int, default=500, help="of the latency part")
     parser.add_argument("--cores", default="0,1", help="of the router, and of everything else")
     parser.add_argument("--profile", metavar="FILE", default="", help="the router under cProfile: shares, no rates")

@@ -1,8 +1,8 @@
 """One try of one sequence on one route, as the router sees it.
 
 1. Entering an `Attempt` sends Prefill and Decode at once.
-2. `next` gives tokens in index order, each index once, from whoever is first; None when the sequence is over. If
-   prefill fails on the way, decode is told to do the rest alone, and the client notices only the time it takes.
+2. `more` waits for tokens and `next` gives those that are here, in index order, each index once, from whoever is first.
+   If prefill fails on the way, decode is told to do the rest alone, and the client notices only the time it takes.
 3. Leaving it, for whatever reason, aborts on both workers what has not said Done.
 """
 
@@ -90,7 +90,7 @@ class Attempt:
         self._params = params
         self._salt = salt
         self._deadline_s = deadline_s
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Worker | None = None  # until the first token
         self._next = 0
@@ -102,7 +102,7 @@ class Attempt:
             # A timer puts an event where the tokens come in, so that no wait for a token needs a timeout of its own.
             left = self.record.arrival + self._deadline_s - time.perf_counter()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, left), self._inbox.put_nowait, Expired())
+            self._timer = loop.call_later(max(0.0, left), self._inbox.put, Expired())
         return self
 
     @property
@@ -136,14 +136,22 @@ class Attempt:
             if self._leave(worker):
                 worker.send(Abort(self.id, "left"))
 
-    async def next(self) -> Token | None:
-        """Raises ApiError when the sequence cannot go on."""
-        while (token := self._ahead.pop(self._next, None)) is None:
+    async def more(self) -> bool:
+        """Waits until `next` has a token; False when the sequence is over. Raises ApiError when it cannot go on."""
+        while self._next not in self._ahead:
             if self.reason and not self._ahead:
-                return None
+                return False
             self._take(await self._inbox.get())
-        self._next += 1
-        self.record.mark_token()
+            while (item := self._inbox.token()) is not None:
+                self._take(item)
+        return True
+
+    def next(self) -> Token | None:
+        """The next token, if it is here: a client that is behind gets several in one write."""
+        token = self._ahead.pop(self._next, None)
+        if token is not None:
+            self._next += 1
+            self.record.mark_token()
         return token
 
     def _take(self, event: Event) -> None:

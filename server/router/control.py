@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,7 +13,7 @@ from server.router.audit import DrainRecord
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
-from server.router.http import json_response, read_body
+from server.router.http import EventStream, json_response, read_body
 from server.router.keys import Keys
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
@@ -166,7 +165,7 @@ class Control:
 
     async def events(self, request: Request) -> Response:
         self._keys.check(request.headers)
-        return EventSourceResponse(self._events.watch(), sep="\n", ping=3600, headers={"Cache-Control": "no-cache"})
+        return EventStream(self._events.watch())
 
 
 def describe(store: KnobStore) -> dict[str, Any]:

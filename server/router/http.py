@@ -9,15 +9,14 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.router.errors import ApiError
@@ -116,7 +115,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """`work`'s result. Raises ClientDisconnect when the client leaves first; `work` has ended by then."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -137,28 +136,25 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(EventSourceResponse):
-    """A started stream: `first` is the coming first event of `events`.
+class EventStream(StreamingResponse):
+    """Server-sent events, whole ones as bytes; `first`: the first of them, when somebody asked for it already.
 
-    LF only and no pings: CRLF and comments break clients that read line by line. Events come as whole bytes.
+    LF only and no comments unless `keepalive_s`: both break clients that read line by line.
     """
 
     def __init__(
         self,
-        first: "asyncio.Future[bytes]",
         events: AsyncGenerator[bytes, None],
+        *,
+        first: "asyncio.Future[bytes] | None" = None,
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            self._all(),
-            sep="\n",
-            ping=keepalive_s,
-            ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
-            headers={"Cache-Control": "no-cache", **(headers or {})},
-        )
-        self._first = first
+        self._first = first or asyncio.ensure_future(anext(events))
         self._events = events
+        self._keepalive_s = keepalive_s
+        all_headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        super().__init__(self._all(), headers=all_headers, media_type="text/event-stream")
 
     async def _all(self) -> AsyncGenerator[bytes, None]:
         yield await self._first
@@ -166,11 +162,22 @@ class EventStream(EventSourceResponse):
             yield chunk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pings = asyncio.ensure_future(self._ping(send)) if self._keepalive_s else None
         try:
-            await super().__call__(scope, receive, send)
+            await until_disconnect(receive, self.stream_response(send))
+        except ClientDisconnect:
+            pass
         finally:
+            if pings is not None:
+                pings.cancel()
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
+
+    async def _ping(self, send: Send) -> None:
+        """A write is a whole event or a whole comment, so that both may go on side by side."""
+        while True:
+            await asyncio.sleep(self._keepalive_s)
+            await send({"type": "http.response.body", "body": b": \n\n", "more_body": True})
 
 
 async def close_stream(first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:

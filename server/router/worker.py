@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -57,7 +58,31 @@ class Expired:
 
 
 Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
-Inbox = asyncio.Queue[Event]
+
+
+class Inbox:
+    """The events of one sequence, in order, for the one coroutine that waits for them."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Event:
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    def token(self) -> SeqToken | None:
+        """The next event, if it is here and a token."""
+        if not self._events or not isinstance(self._events[0], SeqToken):
+            return None
+        return self._events.popleft()  # type: ignore[return-value]
 
 
 class Worker:
@@ -134,7 +159,7 @@ class Worker:
     def attach(self, seq_id: SeqId, inbox: Inbox) -> None:
         self.open[seq_id] = inbox
         if self._channel is None:
-            inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
+            inbox.put(Lost(self.name, self.reason or "not connected"))
 
     def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
@@ -197,7 +222,7 @@ class Worker:
         self._channel = None
         lost = Lost(self.name, self.reason)
         for inbox in self.open.values():
-            inbox.put_nowait(lost)
+            inbox.put(lost)
         self._set("lost", self.reason)
 
     def _set(self, state: str, reason: str = "") -> None:
@@ -234,11 +259,11 @@ class Worker:
                 for item in message.items:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
-                        inbox.put_nowait(item)
+                        inbox.put(item)
             case NotResident():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
-                    inbox.put_nowait(message)
+                    inbox.put(message)
             case Blocks():
                 if message.is_all:
                     self.cached = set()
@@ -247,7 +272,7 @@ class Worker:
             case Done():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
-                    inbox.put_nowait((self.name, message))
+                    inbox.put((self.name, message))
             case Load():
                 self.load, self.load_at = message, time.monotonic()
                 self._on_load(self)
