@@ -24,6 +24,7 @@ from server.errors import PdctlError, StartError
 # A process that said `error` is expected to end by itself.
 LAST_WORDS_S = 5.0
 MAX_EXITS = 10
+LOOK_S = 1.0
 
 
 class Slot:
@@ -107,8 +108,13 @@ class Slot:
         child = self.child = self._spawn(self)
         info.pid, info.create_time = child.identity.pid, child.identity.create_time
         self._set("starting")
-        while not await child.wait(None if info.ready_at else 1.0):
-            if not info.ready_at and time.monotonic() > self._deadline:
+        looked = time.monotonic()
+        while not await child.wait(None if info.ready_at else LOOK_S):
+            now = time.monotonic()
+            if (late := now - looked - LOOK_S) > LOOK_S:  # this loop stood still: what was reported is not read yet
+                self._deadline += late
+            looked = now
+            if not info.ready_at and now > self._deadline:
                 limit = f"no progress for {self._ready_timeout_s:g} s"
                 self._said = self._said or {
                     "error": limit + (f" at stage {info.stage!r}" if info.stage else ""),

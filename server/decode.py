@@ -313,6 +313,12 @@ class DecodeWorker(Worker[DecodeEntry]):
         if self.config.decode.prefill_tokens == "auto":
             self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
+    def overslept(self, seconds: float) -> None:
+        for entry in self.ledger:
+            if entry.lease:
+                entry.lease += seconds
+        self._parked = {id: (since + seconds, channel) for id, (since, channel) in self._parked.items()}
+
     def tick(self, now: float) -> None:
         for entry in self.ledger:
             if entry.lease and now > entry.lease:

@@ -54,6 +54,7 @@ from server.wire import Channel, Identity, bind, serve, welcome
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 LOAD_S = 0.2
+LATE_S = 0.5
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=Entry)
@@ -362,8 +363,11 @@ class Worker(Generic[E]):
             await asyncio.sleep(LOAD_S)
             now, busy = self.clock(), self.thread.busy_s
             share = max(0.0, busy - busy_before) / max(1e-6, now - then)
+            late = now - then - LOAD_S
             busy_before, then = busy, now
             try:
+                if late > LATE_S:
+                    self.overslept(late)
                 self.ledger.prune(now)
                 self.tick(now)
                 self._share = min(1.0, share)
@@ -374,6 +378,9 @@ class Worker(Generic[E]):
                 continue
             self._tell_routers(load)
             self._publish()
+
+    def overslept(self, seconds: float) -> None:
+        """This loop has not run for so long: what others sent in time may not be read yet."""
 
     def tick(self, now: float) -> None:
         """Leases and other things that end by themselves."""
