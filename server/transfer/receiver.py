@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from server.errors import TransferError
@@ -29,6 +28,7 @@ from server.transfer.checksum import Checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import Coverage, adjacent
 from server.transfer.ring import LandingRing
+from server.transfer.streams import remote_write_flush, wait_for
 
 PATIENCE_S = 1.0  # after token 0 with no new chunk; doubles each time
 _COUNTERS = (
@@ -109,6 +109,7 @@ class Receiver:
         self._blocks = blocks
         self._checksum = Checksum(ring.slot_bytes, ring.data.device) if checksum else None
         self._codec = codec
+        self._flush = remote_write_flush(ring.data.device)
         self._on_complete = on_complete
         self._on_missing = on_missing
         self._on_failed = on_failed
@@ -218,7 +219,10 @@ class Receiver:
                 wanted.arrived_at = self._clock() if wanted.arrived_at is None else wanted.arrived_at
                 wanted.wire_bytes += tag.num_bytes
                 wanted.chunks += 1
-        if wanted is None or not self._is_intact(wanted, tag):
+        if wanted is None:
+            return None
+        self._flush()
+        if not self._is_intact(wanted, tag):
             return None
         source = self._source(wanted, tag)
         if source is None:
@@ -281,8 +285,7 @@ class Receiver:
             offset = first - tag.first_block
             self._blocks[target : target + stop - first].copy_(source[offset : offset + stop - first])
         wanted.coverage.cover(lacking)
-        if self._blocks.is_cuda:
-            torch.cuda.current_stream(self._blocks.device).synchronize()  # the slot is credited next
+        wait_for(self._blocks.device)  # the slot is credited next, and the blocks may be read
         now = self._clock()
         wanted.first_chunk = now if wanted.first_chunk is None else wanted.first_chunk
         wanted.news_at = now

@@ -28,6 +28,7 @@ from server.transfer.base import KVTransport, Offer, Range, SendFailed, Sent
 from server.transfer.checksum import Checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
+from server.transfer.streams import wait_for
 
 _COUNTERS = "sent sent_bytes sent_kv_bytes encode_s resent send_failed unexpected"
 _STAGING_ROWS = 16  # encoded chunks under way, to all peers together
@@ -310,6 +311,7 @@ class Sender:
             code, num_bytes = peer.codec.encode(self._blocks, ids, self._staging[row])
             self.counters["encode_s"] = peer.codec.seconds
             if code:
+                wait_for(self._blocks.device)  # a transport reads past every stream
                 return [self._staging[self._free_rows.pop(), :num_bytes]], row, code
         return self._pieces(ids), -1, 0
 
