@@ -242,6 +242,7 @@ def _job(http: Request, request: openai.Request, name: str, endpoint: str, model
         endpoint,
         model,
         tenant=tenant(http),
+        traceparent=http.headers.get("traceparent", ""),
         handle=http.headers.get(KV_HEADER, ""),
     )
 

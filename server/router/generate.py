@@ -78,6 +78,7 @@ class Job:
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
     tenant: str = ""  # whose key it came with
+    traceparent: str = ""
     handle: str = ""  # of the conversation's last turn, if the client sent one
     workers: list[Worker] = field(default_factory=list)  # that give the output
 
@@ -154,7 +155,13 @@ class Generator:
     def _begin(self, job: Job) -> None:
         count = len(job.prompts) * job.request.num_choices
         job.records = [
-            Record(arrival=job.arrival, request=job.request_id, endpoint=job.endpoint, stats=self._stats)
+            Record(
+                arrival=job.arrival,
+                request=job.request_id,
+                traceparent=job.traceparent,
+                endpoint=job.endpoint,
+                stats=self._stats,
+            )
             for _ in range(count)
         ]
         self._recent.add(job.id, job.request_id, job.records)
