@@ -102,7 +102,7 @@ class Attempt:
             # A timer puts an event where the tokens come in, so that no wait for a token needs a timeout of its own.
             left = self.record.arrival + self._deadline_s - time.perf_counter()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, left), self._inbox.put, Expired())
+            self._timer = loop.call_later(max(0.0, left), self._inbox.put_nowait, Expired())
         return self
 
     @property

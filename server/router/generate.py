@@ -137,6 +137,7 @@ class Generator:
         status = "cancelled"
         try:
             await prepare(job)
+            await dispatcher.some_route()
             self._begin(job)
             async with aclosing(self._choices(job)) as outputs:
                 async for batch in outputs:

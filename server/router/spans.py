@@ -7,7 +7,8 @@ other OTEL_ variables mean what the SDK says. Needs the extra `otel`.
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -61,7 +62,7 @@ class Spans:
         span.end(at(end * 1000))
 
 
-def _stages(record: Record, stages: Mapping[str, float], end_ms: float) -> Iterator[tuple[str, float, float]]:
+def _stages(record: Record, stages: dict[str, Any], end_ms: float) -> Iterator[tuple[str, float, float]]:
     """(stage, from, to) in ms since arrival, of those that happened."""
     sent = stages["queue_ms"]
     if sent is None:

@@ -120,7 +120,7 @@ class Stack:
         control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
         keys, quota = Keys.read(config.router.api_key_file), Quota(config.router.key_max_requests)
-        gate = allow_origins(Gate(app, keys, quota, health.refusal), config.router.cors_origins)
+        gate = allow_origins(Gate(app, keys, quota, health.turned_away), config.router.cors_origins)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning, spans)
 
     def start(self) -> None:

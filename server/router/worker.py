@@ -67,7 +67,7 @@ class Inbox:
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, event: Event) -> None:
+    def put_nowait(self, event: Event) -> None:
         self._events.append(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -159,7 +159,7 @@ class Worker:
     def attach(self, seq_id: SeqId, inbox: Inbox) -> None:
         self.open[seq_id] = inbox
         if self._channel is None:
-            inbox.put(Lost(self.name, self.reason or "not connected"))
+            inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
 
     def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
@@ -222,7 +222,7 @@ class Worker:
         self._channel = None
         lost = Lost(self.name, self.reason)
         for inbox in self.open.values():
-            inbox.put(lost)
+            inbox.put_nowait(lost)
         self._set("lost", self.reason)
 
     def _set(self, state: str, reason: str = "") -> None:
@@ -259,11 +259,11 @@ class Worker:
                 for item in message.items:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
-                        inbox.put(item)
+                        inbox.put_nowait(item)
             case NotResident():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
-                    inbox.put(message)
+                    inbox.put_nowait(message)
             case Blocks():
                 if message.is_all:
                     self.cached = set()
@@ -272,7 +272,7 @@ class Worker:
             case Done():
                 inbox = self.open.get(message.id)
                 if inbox is not None:
-                    inbox.put((self.name, message))
+                    inbox.put_nowait((self.name, message))
             case Load():
                 self.load, self.load_at = message, time.monotonic()
                 self._on_load(self)

@@ -37,10 +37,10 @@ async def test_a_silent_peer_is_given_up(pair: tuple[Channel, Channel]) -> None:
 
 
 async def test_a_stall_of_ones_own_is_not_the_peers_silence(pair: tuple[Channel, Channel]) -> None:
-    """1 a wait is under way, 2 the peer speaks in time, 3 this loop stands still past the limit, 4 it hears the peer."""
+    """1 a wait, 2 the peer speaks in time, 3 this loop stands still past the limit, 4 it hears the peer."""
     near, far = pair
     waiting = asyncio.create_task(near.recv(0.1))
     await asyncio.sleep(0)
     far.send(Heartbeat(steps=7))
-    time.sleep(0.6)  # the stall is the story
+    time.sleep(0.6)  # noqa: ASYNC251  # the stall is the story
     assert await waiting == Heartbeat(steps=7)
