@@ -123,6 +123,7 @@ async def _patience(timeout_s: float | None) -> AsyncIterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def expire(due: float) -> None:

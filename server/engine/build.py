@@ -67,6 +67,7 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.max_running = pool.max_seqs
         case Decode():
             limits.max_running = pool.max_running
+            limits.reserves_growth = True
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
             auto = GPU_LOCAL_PREFILL if pool.gpus else CPU_LOCAL_PREFILL

@@ -73,8 +73,8 @@ class Scheduler:
         self.pool = pool
         self._tables = BlockTables(pool)
         self._roster = Roster()
-        self._admission = Admission(limits, self._tables, self._roster, clock)
         self._gate = GrantGate(limits, self._tables, self._roster)
+        self._admission = Admission(limits, self._tables, self._roster, self._gate, clock)
         self._batch: Batch | None = None  # under way
         self._to_free: list[Sequence] = []  # by the next update()
         self._generation = 0
