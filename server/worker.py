@@ -11,6 +11,7 @@ Roles add message handlers and say what a finished step means for them (`prefill
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -24,9 +25,10 @@ import msgspec
 
 from server.boot import Boot, Status
 from server.config import Role
-from server.engine.build import build_engine, limits_for, model_facts
+from server.engine.build import build_engine, engine_of, limits_for, model_facts, worker_spec
 from server.engine.engine import Engine, StepResult
 from server.engine.loop import EngineThread
+from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.knobs import turned
@@ -55,6 +57,7 @@ HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 LOAD_S = 0.2
 LATE_S = 0.5
+TURN = signal.SIGUSR2  # become what the boot file says now. SIGHUP is UCX's own, which takes it away
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=Entry)
@@ -65,8 +68,12 @@ class Worker(Generic[E]):
 
     role: ClassVar[Role] = "colocated"
 
-    def __init__(self, boot: Boot, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        """`runner`: the loaded model of the role before this one."""
         self.boot = boot
+        self._runner = runner
         self.clock = clock
         self.me = Identity.new(boot.name, self.role)
         self.status = Status(boot.status_fd)
@@ -85,17 +92,21 @@ class Worker(Generic[E]):
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. Raises PdctlError when it cannot start."""
+    async def run(self) -> ModelRunner | None:
+        """Serves until SIGTERM or SIGINT; or until TURN, and then gives its model to the role that the boot file names
+        now. Raises PdctlError when it cannot start."""
         self.loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
+        stop, turn = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, stop.set)
+        self.loop.add_signal_handler(TURN, lambda: (turn.set(), stop.set()))
         address = self.boot.addresses[self.boot.name]
         sock = bind(address)
-        self.engine = await self._load_or_stop(stop)
+        self.engine = (
+            await self._load_or_stop(stop) if self._runner is None else engine_of(self.boot, self.role, self._runner)
+        )
         if stop.is_set():
-            return
+            return None
         self.facts = model_facts(self.boot, self.engine.runner)
         self.start_transfer()
         self.thread = EngineThread(self.engine, self._stepped)
@@ -111,6 +122,7 @@ class Worker(Generic[E]):
         await self._close_channels()
         self.stop_transfer()
         _unlink(sock, address)
+        return self.engine.runner if turn.is_set() else None
 
     async def _load_or_stop(self, stop: asyncio.Event) -> Engine:
         """Loads off the loop, so that a stop during a long load is heard; the process then leaves without waiting."""
@@ -407,14 +419,29 @@ def _unlink(sock: socket.socket, address: str) -> None:
             os.unlink(address.removeprefix("unix:"))
 
 
+def _class_of(role: Role) -> type[Worker[Any]]:
+    """Looked up by name: this module is below those of the roles."""
+    if role == "colocated":
+        return Worker
+    found: type[Worker[Any]] = getattr(importlib.import_module(f"server.{role}"), f"{role.capitalize()}Worker")
+    return found
+
+
 def main(worker: type[Worker[Any]]) -> int:
     """Entry point of every role: `python -P -m server.<role> --boot FILE`."""
     parser = argparse.ArgumentParser(prog=f"server.{worker.role}")
     parser.add_argument("--boot", required=True, help="boot file written by the supervisor")
-    boot = Boot.load(parser.parse_args().boot)
+    file = parser.parse_args().boot
+    boot = Boot.load(file)
     setup(boot.name)
     try:
-        asyncio.run(worker(boot).run())
+        runner = asyncio.run(worker(boot).run())
+        while runner is not None:
+            boot = Boot.load(file)
+            setup(boot.name)
+            logger.info("%s is %s from here on", worker.role, boot.name)
+            worker = _class_of(worker_spec(boot).role)
+            runner = asyncio.run(worker(boot, runner=runner).run())
     except PdctlError as error:
         Status(boot.status_fd).error(error.message, error.help)
         return 1

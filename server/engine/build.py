@@ -44,6 +44,12 @@ def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None])
         kv_bytes=pool.kv_bytes,
     )
     runner.load(progress)
+    return engine_of(boot, role, runner)
+
+
+def engine_of(boot: Boot, role: Role, runner: ModelRunner) -> Engine:
+    """Of a model that is loaded, with an empty pool: the start of a worker, and of its next role."""
+    config, pool = boot.config, boot.config.pool(role)
     blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache)
     blocks.is_watched = config.router.policy == "kv-aware"
     limits = limits_for(config, role, runner.max_len)

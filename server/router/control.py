@@ -49,7 +49,7 @@ class Reset(msgspec.Struct, forbid_unknown_fields=True):
 
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     name: Note
-    role: Literal["decode", "colocated"]
+    role: Literal["prefill", "decode", "colocated"]
     address: Note
 
 
@@ -133,10 +133,13 @@ class Control:
         self._keys.check(request.headers)
         worker = self._worker(request)
         self._workers.drain(worker, is_draining)
-        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
+        self._note_drained()
         return json_response(
             {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
         )
+
+    def _note_drained(self) -> None:
+        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
 
     def _worker(self, request: Request) -> Worker:
         worker = self._workers.all.get(request.path_params["name"])
@@ -160,6 +163,7 @@ class Control:
         if worker.is_connected and not worker.is_drained:
             raise ApiError(409, f"{worker.name} is not drained", param="name", code="CONFLICTS_WITH")
         await self._workers.remove(worker)
+        self._note_drained()
         self._dispatcher.find_routes()
         return json_response({"version": 1, "worker": worker.name, "state": "removed", "open": 0})
 
