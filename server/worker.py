@@ -93,8 +93,8 @@ class Worker(Generic[E]):
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> ModelRunner | None:
-        """Serves until SIGTERM or SIGINT; or until TURN, and then gives its model to the role that the boot file names
-        now. Raises PdctlError when it cannot start."""
+        """Serves until SIGTERM or SIGINT; or until TURN, and gives its model to the role that the boot file names then.
+        Raises PdctlError when it cannot start."""
         self.loop = asyncio.get_running_loop()
         stop, turn = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
