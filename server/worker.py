@@ -58,6 +58,9 @@ SILENCE_S = 10.0
 LOAD_S = 0.2
 LATE_S = 0.5
 TURN = signal.SIGUSR2  # become what the boot file says now. SIGHUP is UCX's own, which takes it away
+# Engine, transfer and control loop share one interpreter, and hand it over at each wait for the device. With Python's
+# own 5 ms a chunk's dozen short waits took longer than its bytes (two H200s: 4 GB/s, against 9.5 at 0.3 ms).
+SWITCH_S = 0.0002
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=Entry)
@@ -434,6 +437,7 @@ def main(worker: type[Worker[Any]]) -> int:
     file = parser.parse_args().boot
     boot = Boot.load(file)
     setup(boot.name)
+    sys.setswitchinterval(SWITCH_S)
     try:
         runner = asyncio.run(worker(boot).run())
         while runner is not None:

@@ -46,7 +46,8 @@ class Checksum:
         self._weights = position_weights(num_words).to(device)
         self._tail = torch.zeros(1, dtype=torch.int32, device=device)
         self._total = _on_cpu(num_words) if self._weights.device.type == "cpu" else _on_cuda()
-        self([self._tail.view(torch.uint8)])  # what is compiled at its first use is compiled now
+        if self._weights.is_cuda:  # compiled now, for both alignments, and not under the first chunk
+            self._total([(self._tail, 0), (self._tail, 1)], position_weights(2).to(device))
 
     def __call__(self, pieces: list[Tensor]) -> int:
         """Of the bytes of `pieces` one after the other (contiguous uint8, all but the last whole words long)."""

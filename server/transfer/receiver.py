@@ -24,9 +24,10 @@ from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Range
+from server.transfer.blocks import scatter
 from server.transfer.checksum import Checksum
 from server.transfer.codec import Codec
-from server.transfer.coverage import Coverage, adjacent
+from server.transfer.coverage import Coverage
 from server.transfer.ring import LandingRing
 from server.transfer.streams import remote_write_flush, wait_for
 
@@ -280,10 +281,7 @@ class Receiver:
     def _copy(self, wanted: _Receive, tag: ChunkTag, source: Tensor) -> None:
         """Only blocks that lack it: what is covered may be in use already."""
         lacking = wanted.coverage.lacking(tag.first_block, tag.num_blocks)
-        for first, stop in adjacent(lacking, wanted.table):
-            target = wanted.table[first]
-            offset = first - tag.first_block
-            self._blocks[target : target + stop - first].copy_(source[offset : offset + stop - first])
+        scatter(source, tag.first_block, lacking, wanted.table, self._blocks)
         wanted.coverage.cover(lacking)
         wait_for(self._blocks.device)  # the slot is credited next, and the blocks may be read
         now = self._clock()

@@ -30,6 +30,7 @@ def own_stream(device: torch.device) -> contextlib.AbstractContextManager[object
     """Inside it, work of this thread on `device` goes to a stream of its own."""
     if device.type != "cuda":
         return contextlib.nullcontext()
+    torch.zeros(1, device=device)  # gives a fresh thread the device's context, which the driver's own calls need
     return torch.cuda.stream(torch.cuda.Stream(device, priority=_HIGH))  # type: ignore[no-untyped-call]
 
 

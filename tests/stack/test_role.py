@@ -16,7 +16,8 @@ TWO = PD.replace("[prefill]\nworkers = 1\ncpus = [0]", "[prefill]\nworkers = 2\n
 
 
 def processes(stack: Running) -> dict[str, tuple[int, str, int]]:
-    return {p["name"]: (p["pid"], p["role"], p["restarts"]) for p in stack.status()["processes"] if p["role"] != "router"}
+    workers = [p for p in stack.status()["processes"] if p["role"] != "router"]
+    return {p["name"]: (p["pid"], p["role"], p["restarts"]) for p in workers}
 
 
 @pytest.mark.timeout(300)

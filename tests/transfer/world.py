@@ -144,12 +144,14 @@ class World:
             self.p_end,
             sender=self.sender,
             on_peer_lost=lambda peer, why: self.p.put("lost", peer, why),
+            device=self.source.device,
             clock=self.clock,
         )
         self.d_thread = TransferThread(
             self.faults,
             receiver=self.receiver,
             on_peer_lost=lambda peer, why: self.d.put("lost", peer, why),
+            device=self.pool.device,
             clock=self.clock,
         )
         self.slots: tuple[int, ...] = ()
