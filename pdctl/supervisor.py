@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -306,7 +306,7 @@ class Supervisor:
         if role not in ROLES:
             return {"ok": False, "error": f"there is no pool {role!r}"}
         self._stack.scaling, self._stack.scale_problem = target, ""
-        work = change(Scaler(self, admin(self._dir, self._stack)), cast("Role", role))
+        work = change(Scaler(self, admin(self._dir, self._stack)), role)
         self._scaling = asyncio.create_task(self._change(target, work), name="scale")
         return {"ok": True}
 

@@ -102,7 +102,12 @@ class Worker(Generic[E]):
         stop, turn = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, stop.set)
-        self.loop.add_signal_handler(TURN, lambda: (turn.set(), stop.set()))
+
+        def on_turn() -> None:
+            turn.set()
+            stop.set()
+
+        self.loop.add_signal_handler(TURN, on_turn)
         address = self.boot.addresses[self.boot.name]
         sock = bind(address)
         self.engine = (
