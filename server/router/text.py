@@ -28,7 +28,6 @@ from server.sequence import Token
 
 # A UTF-8 character has at most 4 bytes and a token at least one: more held tokens than this are no character to come.
 MAX_HELD = 8
-SHORT = 256  # characters that are tokenized sooner than a thread could be asked to
 CONTEXT_IDS = 4  # enough for a decoder to see that a word goes on
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -73,8 +72,6 @@ class Text:
         at_least = len(text) // self._longest
         if limit is not None and at_least > limit:
             raise context_too_long(limit, at_least, param, at_least=True)
-        if len(text) <= SHORT:
-            return self._encode(text, special)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
