@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
-from server.router.worker import Event, Expired, Inbox, Lost, Worker
+from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
 
 
@@ -145,6 +145,9 @@ class Attempt:
             self._take(await self._inbox.get())
             while (item := self._inbox.token()) is not None:
                 self._take(item)
+            if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
+                self._inbox.is_paused = False
+                self.route.worker.send(Resume(self.id))
         return True
 
     def next(self) -> Token | None:

@@ -177,7 +177,8 @@ class Generator:
                 async for batch in outputs:
                     yield batch
             return
-        queue: asyncio.Queue[Item] = asyncio.Queue()
+        # Bounded, so that choices wait for a client that does not read, as a single one does.
+        queue: asyncio.Queue[Item] = asyncio.Queue(len(choices))
         tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
         try:
             ended = 0
@@ -298,11 +299,11 @@ async def _pump(choice: AsyncGenerator[list[Output], None], queue: "asyncio.Queu
     try:
         async with aclosing(choice) as outputs:
             async for batch in outputs:
-                queue.put_nowait(batch)
+                await queue.put(batch)
     except Exception as error:  # it is raised again where the queue is read
-        queue.put_nowait(error)
+        await queue.put(error)
     else:
-        queue.put_nowait(None)
+        await queue.put(None)
 
 
 def _observe(metrics: RouterMetrics, stats: Stats, record: Record) -> None:

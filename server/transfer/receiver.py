@@ -276,7 +276,7 @@ class Receiver:
             self._ask(wanted, ((tag.first_block, tag.first_block + tag.num_blocks),))
             return None
         self.counters["decode_s"] = self._codec.seconds
-        return plain.view(-1, self._ring.block_bytes)
+        return plain.to(self._blocks.device).view(-1, self._ring.block_bytes)  # zstd unpacks on the host
 
     def _copy(self, wanted: _Receive, tag: ChunkTag, source: Tensor) -> None:
         """Only blocks that lack it: what is covered may be in use already."""
