@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import itertools
 import time
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,6 +18,8 @@ from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
 from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
+
+BATCH = 16  # tokens taken at once: enough for one write to cost little, few enough for the inbox to tell who is behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Attempt:
             if self.reason and not self._ahead:
                 return False
             self._take(await self._inbox.get())
-            while (item := self._inbox.token()) is not None:
+            for item in itertools.islice(iter(self._inbox.token, None), BATCH - 1):
                 self._take(item)
             if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
                 self._inbox.is_paused = False
