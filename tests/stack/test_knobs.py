@@ -24,7 +24,7 @@ TURNS: list[dict[str, float | str]] = [
     {"prefill.max_seqs": 1, "prefill.queue_high": 1},
     {"hybrid.threshold_tokens": "auto", "decode.prefill_tokens": "auto"},
     {"decode.kv_low": 0.8, "decode.kv_high": 0.92, "transfer.chunk_tokens": 48},
-    {"prefill.chunk_tokens": 16, "decode.max_running": 3},
+    {"prefill.chunk_tokens": 16, "decode.max_running": 3, "decode.idle_swap_s": 1},
     {"hybrid.threshold_tokens": 0, "router.queue_high": 60, "decode.queue_low": 1},
 ]
 
