@@ -17,7 +17,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class Supervisor:
         self._exit = Exit.OK
         self._write_soon: asyncio.TimerHandle | None = None
         self._scaling: asyncio.Task[None] | None = None
+        self.max_prefill = config.prefill.workers
 
     async def run(self) -> Exit:
         with self._dir.lock() as is_mine:
@@ -211,6 +213,7 @@ class Supervisor:
         listen_fd = self._listener.fileno() if self._listener and launch.role == "router" else None
 
         def argv(status_fd: int) -> list[str]:
+            slot.boot_file, slot.status_fd = boot_file, status_fd
             self._write_boot(launch.name, boot_file, listen_fd, status_fd)
             return launch.argv(boot_file)
 
@@ -236,6 +239,7 @@ class Supervisor:
             addresses={worker.name: self.address(worker.name) for worker in self._config.workers},
             listen_fd=listen_fd,
             status_fd=status_fd,
+            max_prefill=self.max_prefill,
             run_id=self._stack.run_id,
         )
         file.touch(mode=0o600)
@@ -274,7 +278,11 @@ class Supervisor:
                 slot.restart()
                 return {"ok": True}
             case "scale":
-                return self._begin_scaling(str(request.get("role")), int(request.get("workers", 0)))
+                role, count = str(request.get("role")), int(request.get("workers", 0))
+                return self._begin_change(role, f"{role}={count}", lambda s, role: s.scale(role, count))
+            case "role":
+                worker, role = str(request.get("worker")), str(request.get("role"))
+                return self._begin_change(role, f"{worker} as {role}", lambda s, role: s.turn(worker, role))
         return {"ok": False, "error": f"unknown op {request.get('op')!r}"}
 
     # -- scaling: `scale.Scaler` says in which order -----------------------------------------------------------------
@@ -293,7 +301,9 @@ class Supervisor:
         host = self._config.host_of(name)
         return f"unix:{self._stack.socket_dir}/{name}.sock" if host is None else host.control(name)
 
-    def _begin_scaling(self, role: str, count: int) -> dict[str, Any]:
+    def _begin_change(
+        self, role: str, target: str, change: Callable[[Scaler, Role], Coroutine[Any, Any, None]]
+    ) -> dict[str, Any]:
         if self._stack.scaling or self._stack.state != "ready":
             busy = f"scaling to {self._stack.scaling}" if self._stack.scaling else self._stack.state
             return {"ok": False, "error": f"the stack is {busy}"}
@@ -301,17 +311,18 @@ class Supervisor:
             return {"ok": False, "error": "a stack over several machines keeps the workers of its profile"}
         if role not in ROLES:
             return {"ok": False, "error": f"there is no pool {role!r}"}
-        self._stack.scaling, self._stack.scale_problem = f"{role}={count}", ""
-        self._scaling = asyncio.create_task(self._scale(role, count), name="scale")
+        self._stack.scaling, self._stack.scale_problem = target, ""
+        work = change(Scaler(self, admin(self._dir, self._stack)), role)
+        self._scaling = asyncio.create_task(self._change(target, work), name="scale")
         return {"ok": True}
 
-    async def _scale(self, role: Role, count: int) -> None:
+    async def _change(self, target: str, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await Scaler(self, admin(self._dir, self._stack)).scale(role, count)
-            self._say("note", text=f"scaled to {role}={count}")
+            await work
+            self._say("note", text=f"scaled to {target}")
         except (PdctlError, TimeoutError, ValueError) as error:
             self._stack.scale_problem = str(error) or type(error).__name__
-            self._say("note", text=f"not scaled to {role}={count}: {self._stack.scale_problem}")
+            self._say("note", text=f"not scaled to {target}: {self._stack.scale_problem}")
         finally:
             self._stack.scaling = ""
             self._settle()
@@ -326,6 +337,28 @@ class Supervisor:
         slot = self._slots[name]
         self._keep(slot)
         await slot.first_ready
+
+    async def turn_worker(self, name: str, new_name: str) -> None:
+        """The running process `name` goes on as `new_name`, which the configuration has; returns when it is ready.
+        Raises PdctlError, TimeoutError: then it is started anew, as `new_name` too."""
+        slot = self._slots[name]
+        launch = next(launch for launch in plan(self._config, Machine.here()).workers if launch.name == new_name)
+        if not slot.is_running:
+            raise Refused(f"{name} does not run", code="E_ROLE", help=f"pdctl restart {name}")
+        self._slots[new_name] = self._slots.pop(name)
+        for keeper in self._keepers:
+            if keeper.get_name() == name:
+                keeper.set_name(new_name)
+        log = self._dir.rotate_log(new_name)
+        self._dir.log(name).rename(log)
+        self._write_boot(new_name, slot.boot_file, None, slot.status_fd)
+        slot.turn(replace(launch, cpus=slot.launch.cpus, gpus=slot.launch.gpus), log)
+        try:
+            async with asyncio.timeout(self._config.supervise.ready_timeout):
+                await asyncio.shield(slot.first_ready)
+        except TimeoutError:
+            slot.restart()
+            raise
 
     async def end_worker(self, name: str) -> None:
         """Ends it for good."""

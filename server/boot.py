@@ -27,6 +27,7 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: dict[str, str]
     listen_fd: int | None = None
     status_fd: int | None = None
+    max_prefill: int = 0  # prefill workers that there may ever be: a landing ring is shared out among so many
     run_id: str = ""  # one `up`: what outlives a process, but not the stack, is marked with it
 
     @classmethod

@@ -76,6 +76,9 @@ class Router(Section):
     policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
     queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
     request_timeout: Seconds = 600.0
+    worker_wait: Seconds = Field(
+        30.0, description="how long a request waits for a worker that is coming back before it gets 503; 0: not at all"
+    )
     key_max_requests: int = Field(0, ge=0, le=65536, description="requests in flight that one API key may have; 0: any")
     cors_origins: list[Origin] = Field(
         default_factory=list, description="origins whose pages may call, exactly as a browser names them"

@@ -11,6 +11,7 @@ this worker has the same model, and the router takes each token from whoever is 
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +20,7 @@ from server.boot import Boot
 from server.engine.build import CPU_LOCAL_PREFILL, GPU_LOCAL_PREFILL
 from server.engine.engine import StepResult
 from server.engine.local_prefill import LocalPrefill
+from server.engine.model_runner import ModelRunner
 from server.errors import PdctlError, TransferError
 from server.ledger import Entry
 from server.messages import (
@@ -62,8 +64,10 @@ class DecodeWorker(Worker[DecodeEntry]):
 
     role = "decode"
 
-    def __init__(self, boot: Boot) -> None:
-        super().__init__(boot)
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        super().__init__(boot, clock, runner)
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
         self.counters |= {"lease_expired": 0, "recomputed": 0}
         self._is_dry = False
@@ -87,7 +91,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             self.me.instance,
             pool.blocks,
             pool.spec,
-            self.boot.config.prefill.workers,
+            max(self.boot.max_prefill, self.boot.config.prefill.workers),
             on_complete=lambda id, stats: self.soon(self._covered, id, stats),
             on_missing=lambda id, ranges: self.soon(self._missing, id, ranges),
             on_failed=lambda id, verified: self.soon(self._never_came, id, verified),
@@ -321,6 +325,12 @@ class DecodeWorker(Worker[DecodeEntry]):
     def _use_local_prefill(self) -> None:
         if self.config.decode.prefill_tokens == "auto":
             self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
+
+    def overslept(self, seconds: float) -> None:
+        for entry in self.ledger:
+            if entry.lease:
+                entry.lease += seconds
+        self._parked = {id: (since + seconds, channel) for id, (since, channel) in self._parked.items()}
 
     def tick(self, now: float) -> None:
         for entry in self.ledger:

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +26,7 @@ import msgspec
 
 from server.boot import Boot
 from server.engine.engine import StepResult
+from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry
@@ -77,8 +79,10 @@ class PrefillWorker(Worker[PrefillEntry]):
 
     role = "prefill"
 
-    def __init__(self, boot: Boot) -> None:
-        super().__init__(boot)
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        super().__init__(boot, clock, runner)
         self.links: dict[str, Channel] = {}
         self.peers: dict[str, str] = {}  # decode workers that there are, linked or not
         self.counters |= {"prefetched_blocks": 0, "lease_expired": 0, "regranted": 0}

@@ -11,6 +11,7 @@ Roles add message handlers and say what a finished step means for them (`prefill
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -24,10 +25,11 @@ import msgspec
 
 from server.boot import Boot, Status
 from server.config import Role
-from server.engine.build import build_engine, limits_for, model_facts
+from server.engine.build import build_engine, engine_of, limits_for, model_facts, worker_spec
 from server.engine.engine import Engine, StepResult
 from server.engine.loop import EngineThread
 from server.engine.memory import memory_table
+from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.knobs import turned
@@ -58,6 +60,8 @@ from server.wire import Channel, Identity, bind, serve, welcome
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 LOAD_S = 0.2
+LATE_S = 0.5
+TURN = signal.SIGUSR2  # become what the boot file says now. SIGHUP is UCX's own, which takes it away
 # Engine, transfer and control loop share one interpreter, and hand it over at each wait for the device. With Python's
 # own 5 ms a chunk's dozen short waits took longer than its bytes (two H200s: 4 GB/s, against 9.5 at 0.3 ms).
 SWITCH_S = 0.0002
@@ -71,8 +75,12 @@ class Worker(Generic[E]):
 
     role: ClassVar[Role] = "colocated"
 
-    def __init__(self, boot: Boot, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        """`runner`: the loaded model of the role before this one."""
         self.boot = boot
+        self._runner = runner
         self.clock = clock
         self.me = Identity.new(boot.name, self.role)
         self.status = Status(boot.status_fd)
@@ -92,17 +100,26 @@ class Worker(Generic[E]):
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. Raises PdctlError when it cannot start."""
+    async def run(self) -> ModelRunner | None:
+        """Serves until SIGTERM or SIGINT; or until TURN, and gives its model to the role that the boot file names then.
+        Raises PdctlError when it cannot start."""
         self.loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
+        stop, turn = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, stop.set)
+
+        def on_turn() -> None:
+            turn.set()
+            stop.set()
+
+        self.loop.add_signal_handler(TURN, on_turn)
         address = self.boot.addresses[self.boot.name]
         sock = bind(address)
-        self.engine = await self._load_or_stop(stop)
+        self.engine = (
+            await self._load_or_stop(stop) if self._runner is None else engine_of(self.boot, self.role, self._runner)
+        )
         if stop.is_set():
-            return
+            return None
         self.facts = model_facts(self.boot, self.engine.runner)
         memory = memory_table(self.boot.config, self.role, self.engine.runner)
         logger.info("memory of a %s worker: %s", self.role, memory)
@@ -121,6 +138,7 @@ class Worker(Generic[E]):
         await self._close_channels()
         self.stop_transfer()
         _unlink(sock, address)
+        return self.engine.runner if turn.is_set() else None
 
     async def _load_or_stop(self, stop: asyncio.Event) -> Engine:
         """Loads off the loop, so that a stop during a long load is heard; the process then leaves without waiting."""
@@ -384,8 +402,11 @@ class Worker(Generic[E]):
             await asyncio.sleep(LOAD_S)
             now, busy = self.clock(), self.thread.busy_s
             share = max(0.0, busy - busy_before) / max(1e-6, now - then)
+            late = now - then - LOAD_S
             busy_before, then = busy, now
             try:
+                if late > LATE_S:
+                    self.overslept(late)
                 self.ledger.prune(now)
                 self.tick(now)
                 self._share = min(1.0, share)
@@ -396,6 +417,9 @@ class Worker(Generic[E]):
                 continue
             self._tell_routers(load)
             self._publish()
+
+    def overslept(self, seconds: float) -> None:
+        """This loop has not run for so long: what others sent in time may not be read yet."""
 
     def tick(self, now: float) -> None:
         """Leases and other things that end by themselves."""
@@ -422,15 +446,30 @@ def _unlink(sock: socket.socket, address: str) -> None:
             os.unlink(address.removeprefix("unix:"))
 
 
+def _class_of(role: Role) -> type[Worker[Any]]:
+    """Looked up by name: this module is below those of the roles."""
+    if role == "colocated":
+        return Worker
+    found: type[Worker[Any]] = getattr(importlib.import_module(f"server.{role}"), f"{role.capitalize()}Worker")
+    return found
+
+
 def main(worker: type[Worker[Any]]) -> int:
     """Entry point of every role: `python -P -m server.<role> --boot FILE`."""
     parser = argparse.ArgumentParser(prog=f"server.{worker.role}")
     parser.add_argument("--boot", required=True, help="boot file written by the supervisor")
-    boot = Boot.load(parser.parse_args().boot)
+    file = parser.parse_args().boot
+    boot = Boot.load(file)
     setup(boot.name)
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(worker(boot).run())
+        runner = asyncio.run(worker(boot).run())
+        while runner is not None:
+            boot = Boot.load(file)
+            setup(boot.name)
+            logger.info("%s is %s from here on", worker.role, boot.name)
+            worker = _class_of(worker_spec(boot).role)
+            runner = asyncio.run(worker(boot, runner=runner).run())
     except PdctlError as error:
         Status(boot.status_fd).error(error.message, error.help)
         return 1

@@ -86,8 +86,8 @@ class Scheduler:
         self._tables = BlockTables(pool)
         self._roster = Roster()
         self._clock = clock
-        self._admission = Admission(limits, self._tables, self._roster, clock)
         self._gate = GrantGate(limits, self._tables, self._roster)
+        self._admission = Admission(limits, self._tables, self._roster, self._gate, clock)
         self._batch: Batch | None = None  # under way
         self._to_free: list[Sequence] = []  # by the next update()
         self._generation = 0

@@ -19,7 +19,7 @@ from server.metrics import RouterMetrics
 from server.router.app import guarded
 from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
-from server.router.errors import ApiError, bad_request, unavailable
+from server.router.errors import ApiError, bad_request, no_worker, unavailable
 from server.router.gauges import samples
 from server.router.http import json_response
 from server.router.keys import AdminKeys
@@ -61,8 +61,13 @@ class Health:
             case "starting":
                 return unavailable("the server is starting", "starting", 5)
             case "no worker":
-                return unavailable("no worker is ready", "no_worker", 2)
+                return no_worker()
         return None
+
+    def turned_away(self) -> ApiError | None:
+        """As `refusal`, but that a request may wait for a worker that is coming back."""
+        is_waiting = self.state == "no worker" and self._dispatcher.is_worth_waiting
+        return None if is_waiting else self.refusal()
 
 
 class Admin:

@@ -8,11 +8,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +21,7 @@ from starlette.routing import Route
 from server.router import checks, openai
 from server.router.chat import ChatFormat
 from server.router.errors import ApiError, bad_request
-from server.router.generate import Generator, Job, new_id
+from server.router.generate import Generator, Job, Output, new_id
 from server.router.http import (
     KV_HEADER,
     EventStream,
@@ -145,17 +144,19 @@ class Api:
         events = self._events(job, prepare, form, late)
         first = asyncio.ensure_future(anext(events))
         try:
-            await until_disconnect(http.receive, _wait(first, self._keepalive_s))
+            await until_disconnect(http.receive, _wait(first, self._keepalive_s) if self._keepalive_s else first)
             late.set()
         except BaseException:
             await close_stream(first, events)
             raise
-        return EventStream(first, events, self._keepalive_s, _handle(job))
+        return EventStream(events, first=first, keepalive_s=self._keepalive_s, headers=_handle(job))
 
     async def _whole(self, job: Job, prepare: Prepare, form: Format) -> bytes:
         async with aclosing(self._generator.outputs(job, prepare)) as outputs:
-            async for output in outputs:
-                form.add(output)
+            async for batch in outputs:
+                for output in batch:
+                    job.completion_tokens += len(output.delta.ids)
+                    form.add(output)
         return form.body()
 
     async def _events(
@@ -164,9 +165,9 @@ class Api:
         """Ends with [DONE]. Raises what comes before the first event, unless it is `late`: the response has begun."""
         try:
             async with aclosing(self._generator.outputs(job, prepare)) as outputs:
-                async for output in outputs:
-                    if chunk := form.chunks(output):
-                        yield chunk
+                async for batch in outputs:
+                    if chunks := b"".join(_chunks(job, form, batch)):
+                        yield chunks
             if usage := form.usage_chunk():
                 yield usage
         except Exception as error:
@@ -196,8 +197,6 @@ class Api:
 
 def build(routes: list[Route]) -> Starlette:
     """The application without its gate."""
-    # Streams end when the router has drained, not when the signal comes: the router sees to that itself.
-    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _unhandled})
 
 
@@ -243,6 +242,7 @@ def _job(http: Request, request: openai.Request, name: str, endpoint: str, model
         endpoint,
         model,
         tenant=tenant(http),
+        traceparent=http.headers.get("traceparent", ""),
         handle=http.headers.get(KV_HEADER, ""),
     )
 
@@ -256,8 +256,14 @@ def _wants_timing(http: Request) -> bool:
     return http.headers.get("x-pdctl-timing") == "1"
 
 
+def _chunks(job: Job, form: Format, batch: list[Output]) -> Iterator[bytes]:
+    for output in batch:
+        job.completion_tokens += len(output.delta.ids)  # as far as this chunk: a usage beside it says so
+        yield form.chunks(output)
+
+
 async def _wait(first: "asyncio.Future[bytes]", keepalive_s: float) -> None:
-    """For the first event, so that an error before it is a status; with keepalive, only as long as a proxy would."""
-    await asyncio.wait((first,), timeout=keepalive_s or None)
+    """For the first event, so that an error before it is a status, but only as long as a proxy would."""
+    await asyncio.wait((first,), timeout=keepalive_s)
     if first.done():
         first.result()

@@ -1,13 +1,14 @@
 """One try of one sequence on one route, as the router sees it.
 
 1. Entering an `Attempt` sends Prefill and Decode at once.
-2. `next` gives tokens in index order, each index once, from whoever is first; None when the sequence is over. If
-   prefill fails on the way, decode is told to do the rest alone; if decode is lost before it had the prompt's KV,
+2. `more` waits for tokens and `next` gives those that are here, in index order, each index once, from whoever is first.
+   If prefill fails on the way, decode is told to do the rest alone; if decode is lost before it had the prompt's KV,
    another one gets it from prefill. The client notices only the time it takes.
 3. Leaving it, for whatever reason, aborts on both workers what has not said Done.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
 from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
+
+BATCH = 16  # tokens taken at once: enough for one write to cost little, few enough for the inbox to tell who is behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +150,25 @@ class Attempt:
             if self._leave(worker):
                 worker.send(Abort(self.id, "left"))
 
-    async def next(self) -> Token | None:
-        """Raises ApiError when the sequence cannot go on."""
-        while (token := self._ahead.pop(self._next, None)) is None:
+    async def more(self) -> bool:
+        """Waits until `next` has a token; False when the sequence is over. Raises ApiError when it cannot go on."""
+        while self._next not in self._ahead:
             if self.reason and not self._ahead:
-                return None
+                return False
             self._take(await self._inbox.get())
+            for item in itertools.islice(iter(self._inbox.token, None), BATCH - 1):
+                self._take(item)
             if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
                 self._inbox.is_paused = False
                 self.route.worker.send(Resume(self.id))
-        self._next += 1
-        self.record.mark_token()
+        return True
+
+    def next(self) -> Token | None:
+        """The next token, if it is here: a client that is behind gets several in one write."""
+        token = self._ahead.pop(self._next, None)
+        if token is not None:
+            self._next += 1
+            self.record.mark_token()
         return token
 
     def _take(self, event: Event) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,7 +13,7 @@ from server.router.audit import DrainRecord
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
-from server.router.http import json_response, read_body
+from server.router.http import EventStream, json_response, read_body
 from server.router.keys import AdminKeys
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
@@ -50,7 +49,7 @@ class Reset(msgspec.Struct, forbid_unknown_fields=True):
 
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     name: Note
-    role: Literal["decode", "colocated"]
+    role: Literal["prefill", "decode", "colocated"]
     address: Note
 
 
@@ -134,10 +133,13 @@ class Control:
         self._keys.admit(request)
         worker = self._worker(request)
         self._workers.drain(worker, is_draining)
-        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
+        self._note_drained()
         return json_response(
             {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
         )
+
+    def _note_drained(self) -> None:
+        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
 
     def _worker(self, request: Request) -> Worker:
         worker = self._workers.all.get(request.path_params["name"])
@@ -161,12 +163,13 @@ class Control:
         if worker.is_connected and not worker.is_drained:
             raise ApiError(409, f"{worker.name} is not drained", param="name", code="CONFLICTS_WITH")
         await self._workers.remove(worker)
+        self._note_drained()
         self._dispatcher.find_routes()
         return json_response({"version": 1, "worker": worker.name, "state": "removed", "open": 0})
 
     async def events(self, request: Request) -> Response:
         self._keys.admit(request)
-        return EventSourceResponse(self._events.watch(), sep="\n", ping=3600, headers={"Cache-Control": "no-cache"})
+        return EventStream(self._events.watch())
 
 
 def describe(store: KnobStore, *, may_change: bool = True) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
@@ -16,7 +17,7 @@ from server.config import Config
 from server.knobs import Value
 from server.router.attempt import Attempt, Plan, Route
 from server.router.choice import Chooser
-from server.router.errors import overloaded, unavailable
+from server.router.errors import no_worker, overloaded
 from server.router.timing import Record
 from server.router.worker import Worker
 from server.router.workers import Workers
@@ -32,6 +33,7 @@ class Dispatcher:
     def __init__(self, workers: Workers, config: Config, max_len: int) -> None:
         self.workers = workers
         self.queue_high = config.router.queue_high
+        self._worker_wait_s = config.router.worker_wait
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
         self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
@@ -71,6 +73,7 @@ class Dispatcher:
 
     def prove(self, route: Route, instances: tuple[str, str]) -> None:
         self._proven[route.name] = instances
+        self.workers.reported.beat()
 
     def is_proven(self, route: Route) -> bool:
         return route.is_connected and self._proven.get(route.name) == route.instances
@@ -83,6 +86,28 @@ class Dispatcher:
     def can_serve(self) -> bool:
         return any(map(self.is_open, self.routes)) or bool(self._alone())
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a route is only lacking a worker, or its proof, that a restart brings."""
+        return any(
+            not self.is_proven(route) and not any(worker.is_draining for worker in route.workers)
+            for route in self.routes
+        )
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        return self._worker_wait_s > 0 and self.is_recovering
+
+    async def some_route(self) -> None:
+        """Returns when a prompt can go somewhere, at once as a rule. While the supervisor restarts the only worker, the
+        request keeps its place in the queue. Raises ApiError 503 when that takes too long, or nobody comes back."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._worker_wait_s):
+                while not self.can_serve and self.is_recovering:
+                    await self.workers.reported.wait()
+        if not self.can_serve:
+            raise no_worker()
+
     def choose(self, prompt: Sequence[int], salt: str = "", handle: str = "", same: Plan | None = None) -> Plan:
         """`same`: the plan by which the prompt was just read; it stands while its workers serve. Raises ApiError 503
         when no worker can take it."""
@@ -92,7 +117,7 @@ class Dispatcher:
         alone = [Route(worker) for worker in self._alone()]
         plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle))
         if plan is None:
-            raise unavailable("no worker is ready", "no_worker")
+            raise no_worker()
         return plan
 
     def _pinned(self, handle: str) -> Worker | None:

@@ -66,5 +66,9 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
     return ApiError(503, message, kind="service_unavailable_error", code=code, retry_after_s=retry_after_s)
 
 
+def no_worker() -> ApiError:
+    return unavailable("no worker is ready", "no_worker", 5)
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(504, f"the request took longer than {seconds:g} s", kind="timeout_error", code="request_timeout")

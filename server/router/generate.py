@@ -42,6 +42,9 @@ class Output:
     stop_reason: str | int | None = None
 
 
+Item = list[Output] | Exception | None  # of one choice among several; None: it is over
+
+
 class Lead:
     """The first choice of a prompt. The others wait until it has read the prompt, then go the same way: they find its
     KV there, so a prompt is read once whatever n is."""
@@ -75,6 +78,7 @@ class Job:
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
     tenant: str = ""  # whose key it came with
+    traceparent: str = ""
     handle: str = ""  # of the conversation's last turn, if the client sent one
     workers: list[Worker] = field(default_factory=list)  # that give the output
 
@@ -121,7 +125,7 @@ class Generator:
         self._stats = stats
         self._timeout_s = request_timeout_s
 
-    async def outputs(self, job: Job, prepare: Callable[[Job], Awaitable[None]]) -> AsyncGenerator[Output, None]:
+    async def outputs(self, job: Job, prepare: Callable[[Job], Awaitable[None]]) -> AsyncGenerator[list[Output], None]:
         """Raises ApiError. Close it to end the request."""
         dispatcher = self._dispatcher
         try:
@@ -133,14 +137,14 @@ class Generator:
         status = "cancelled"
         try:
             await prepare(job)
+            await dispatcher.some_route()
             self._begin(job)
             async with aclosing(self._choices(job)) as outputs:
-                async for output in outputs:
+                async for batch in outputs:
                     if not has_first:
                         has_first = True
                         dispatcher.note_first_token()
-                    job.completion_tokens += len(output.delta.ids)
-                    yield output
+                    yield batch
             status = "200"
         except ApiError as error:
             status = str(error.status)
@@ -152,23 +156,29 @@ class Generator:
     def _begin(self, job: Job) -> None:
         count = len(job.prompts) * job.request.num_choices
         job.records = [
-            Record(arrival=job.arrival, request=job.request_id, endpoint=job.endpoint, stats=self._stats)
+            Record(
+                arrival=job.arrival,
+                request=job.request_id,
+                traceparent=job.traceparent,
+                endpoint=job.endpoint,
+                stats=self._stats,
+            )
             for _ in range(count)
         ]
         self._recent.add(job.id, job.request_id, job.records)
 
-    async def _choices(self, job: Job) -> AsyncGenerator[Output, None]:
+    async def _choices(self, job: Job) -> AsyncGenerator[list[Output], None]:
         seed = pick_seed(job.request)
         leads = [Lead() for _ in job.prompts]
         n = job.request.num_choices
         choices = [self._choice(job, index, seed, leads[index // n]) for index in range(len(job.records))]
         if len(choices) == 1:
             async with aclosing(choices[0]) as outputs:
-                async for output in outputs:
-                    yield output
+                async for batch in outputs:
+                    yield batch
             return
         # Bounded, so that choices wait for a client that does not read, as a single one does.
-        queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue(len(choices))
+        queue: asyncio.Queue[Item] = asyncio.Queue(len(choices))
         tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
         try:
             ended = 0
@@ -185,24 +195,24 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _choice(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[Output, None]:
+    async def _choice(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[list[Output], None]:
         try:
             if index % job.request.num_choices:
                 await lead.has_read.wait()
             async with aclosing(self._outputs(job, index, seed, lead)) as outputs:
-                async for output in outputs:
-                    yield output
+                async for batch in outputs:
+                    yield batch
         finally:
             lead.has_read.set()
 
-    async def _outputs(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[Output, None]:
+    async def _outputs(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[list[Output], None]:
         request, record = job.request, job.records[index]
         which, choice = divmod(index, request.num_choices)
         prompt, max_tokens = job.prompts[which], job.max_tokens[which]
         params = self._params(job, which, choice, seed)
         if max_tokens == 0 and params.num_prompt_logprobs < 0:  # echo only: nothing for a worker to do
             record.prompt_tokens, record.reason = len(prompt), "length"
-            yield Output(index, Delta(), "length")
+            yield [Output(index, Delta(), "length")]
             return
         decoder = self._decoder(request, prompt, params)
         stop: str | int | None = None
@@ -213,27 +223,31 @@ class Generator:
         lead.attempt = lead.attempt or attempt
         async with attempt:
             job.workers.append(attempt.route.worker)
-            while (token := await attempt.next()) is not None:
-                if token.prompt:
-                    job.prompt_logprobs[which] = token.prompt
-                if max_tokens == 0:
-                    record.reason = "length"
-                    break
-                lead.saw(record.output_tokens - 1)
-                last_id = token.id
-                delta = decoder.feed(token)
-                if delta.is_stopped:
-                    stop, record.reason = delta.stop, "stop"
-                    break
-                yield Output(index, delta)
-            else:
-                delta = decoder.finish()
+            last: Delta | None = None
+            while last is None and await attempt.more():
+                batch: list[Output] = []
+                while last is None and (token := attempt.next()) is not None:
+                    if token.prompt:
+                        job.prompt_logprobs[which] = token.prompt
+                    if max_tokens == 0:
+                        record.reason, last = "length", Delta()
+                        break
+                    lead.saw(record.output_tokens - 1)
+                    last_id = token.id
+                    delta = decoder.feed(token)
+                    if delta.is_stopped:
+                        stop, record.reason, last = delta.stop, "stop", delta
+                    else:
+                        batch.append(Output(index, delta))
+                if batch:
+                    yield batch
+            if last is None:
+                last = decoder.finish()
                 if attempt.reason == "stop" and last_id in (request.stop_token_ids or ()):
                     stop = last_id
         # The workers are free of it before the client hears of the end.
-        if max_tokens and (delta.text or delta.ids or delta.pieces):
-            yield Output(index, delta)
-        yield Output(index, Delta(), record.reason, stop)
+        rest = [Output(index, last)] if last.text or last.ids or last.pieces else []
+        yield [*rest, Output(index, Delta(), record.reason, stop)]
 
     def _params(self, job: Job, which: int, choice: int, seed: int) -> SamplingParams:
         params = sampling(
@@ -281,11 +295,11 @@ class Generator:
         logger.info("%s", job.endpoint, extra={"fields": fields})
 
 
-async def _pump(choice: AsyncGenerator[Output, None], queue: "asyncio.Queue[Output | Exception | None]") -> None:
+async def _pump(choice: AsyncGenerator[list[Output], None], queue: "asyncio.Queue[Item]") -> None:
     try:
         async with aclosing(choice) as outputs:
-            async for output in outputs:
-                await queue.put(output)
+            async for batch in outputs:
+                await queue.put(batch)
     except Exception as error:  # it is raised again where the queue is read
         await queue.put(error)
     else:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -116,7 +116,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """`work`'s result. Raises ClientDisconnect when the client leaves first; `work` has ended by then."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -138,15 +138,16 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """A started stream: `first` is the coming first event of `events`.
+    """Server-sent events, whole ones as bytes; `first`: the first of them, when somebody asked for it already.
 
-    LF only and no pings: CRLF and comments break clients that read line by line. Events come as whole bytes.
+    LF only and no comments unless `keepalive_s`: both break clients that read line by line.
     """
 
     def __init__(
         self,
-        first: "asyncio.Future[bytes]",
         events: AsyncGenerator[bytes, None],
+        *,
+        first: "asyncio.Future[bytes] | None" = None,
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -157,7 +158,7 @@ class EventStream(EventSourceResponse):
             ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
             headers={"Cache-Control": "no-cache", **(headers or {})},
         )
-        self._first = first
+        self._first = first or asyncio.ensure_future(anext(events))
         self._events = events
 
     async def _all(self) -> AsyncGenerator[bytes, None]:

@@ -256,8 +256,39 @@ async def test_lost_prefill_leaves_decode_serving_alone(start: Start) -> None:
     assert cluster.decode.heard(Prefill)[0].decode == ""
 
 
-async def test_no_worker_left(start: Start) -> None:
+async def test_requests_wait_for_a_worker_that_comes_back(start: Start) -> None:
+    """1 the only worker dies, 2 a request and a stream wait in the queue, 3 it is back, 4 both are answered."""
     cluster = await start(colocated=1)
+    await cluster.colocated.stop()
+    await lost(cluster, "colocated-0")
+    asked = [asyncio.create_task(cluster.chat(stream=stream)) for stream in (False, True)]
+    await until(lambda: cluster.stack.dispatcher.waiting == 2)
+    assert (await cluster.request("GET", "/readyz")).status == 503
+    assert (await cluster.request("GET", "/health")).status == 503
+    cluster.colocated.restart()
+    await cluster.colocated.start()
+    assert [(await answer).status for answer in asked] == [200, 200]
+
+
+async def test_the_wait_for_a_worker_has_an_end(start: Start) -> None:
+    cluster = await start(colocated=1, router={"worker_wait": 0.1, "queue_high": 1})
+    await cluster.colocated.stop()
+    await lost(cluster, "colocated-0")
+    waiting = asyncio.create_task(cluster.chat())
+    await until(lambda: cluster.stack.dispatcher.waiting == 1)
+    too_many = await cluster.chat()
+    assert (too_many.status, (await waiting).status) == (429, 503)
+    assert all("retry-after" in answer.headers for answer in (too_many, await waiting))
+
+
+async def test_nobody_waits_for_a_drained_worker(start: Start) -> None:
+    cluster = await start(colocated=1)
+    cluster.stack.workers.drain(cluster.stack.workers.all["colocated-0"], True)
+    assert check_error(await cluster.chat(), 503)["code"] == "no_worker"
+
+
+async def test_no_worker_left(start: Start) -> None:
+    cluster = await start(colocated=1, router={"worker_wait": 0})
     await cluster.colocated.stop()
     await lost(cluster, "colocated-0")
     answer = await cluster.chat()
