@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
@@ -37,6 +38,7 @@ from server.messages import (
     AbortAck,
     AnyMessage,
     Card,
+    Decode,
     Done,
     Heartbeat,
     Load,
@@ -81,6 +83,7 @@ class Worker(Generic[E]):
         self.config = boot.config  # with the knobs as they are now
         self.rev = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +180,20 @@ class Worker(Generic[E]):
             self.lost(channel)
 
     def _handle(self, channel: Channel, message: AnyMessage) -> None:
+        grammar = message.params.grammar if isinstance(message, Prefill | Decode) else ""
+        if grammar and not self.engine.runner.grammars.is_built(grammar):
+            self.spawn(self._handle_built(grammar, channel, message))
+        else:
+            self._handle_now(channel, message)
+
+    async def _handle_built(self, grammar: str, channel: Channel, message: AnyMessage) -> None:
+        """Takes up a sequence once its grammar is built, which may take longer than a step should: off the engine's
+        thread, one at a time, while the sequences of others go on."""
+        await self.loop.run_in_executor(self._builder, self.engine.runner.grammars.prepare, grammar)
+        if channel in self.channels:
+            self._handle_now(channel, message)
+
+    def _handle_now(self, channel: Channel, message: AnyMessage) -> None:
         handler = self.handlers().get(type(message))
         if handler is None:
             self.counters["unexpected"] += 1
@@ -269,10 +286,10 @@ class Worker(Generic[E]):
         self.ledger.bury(entry.id, self.clock())
         self.wake()
 
-    def fail(self, entry: E, message: str) -> None:
+    def fail(self, entry: E, message: str, reason: str = "error") -> None:
         """The sequence cannot go on here, and its owner is told why."""
         self.counters["failed"] += 1
-        entry.owner.send(Done(entry.id, "error", entry.seq.num_cached, entry.stages, message))
+        entry.owner.send(Done(entry.id, reason, entry.seq.num_cached, entry.stages, message))
         self.drop(entry, message)
 
     def soon(self, work: Callable[..., Any], *args: Any) -> None:
@@ -316,6 +333,10 @@ class Worker(Generic[E]):
             entry = self.ledger.get(seq.id)
             if entry is not None:
                 self.fail(entry, f"the engine failed on it: {result.error}")
+        for seq, why in result.stuck:
+            entry = self.ledger.get(seq.id)
+            if entry is not None:
+                self.fail(entry, why, "refused")
         if any(step.finished for step in result.steps):
             self._publish()  # the next turn of a conversation comes soon after the last token of this one
         self.after_step()

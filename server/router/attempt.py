@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from server.errors import PdctlError
 from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
@@ -66,6 +67,10 @@ class Plan:
     def again(self) -> "Plan":
         """For one more output of the same prompt, once it is read: next to nothing of it is left to read."""
         return replace(self, num_to_read=1, num_uncached=1)
+
+
+class Refused(PdctlError):
+    """The request's own terms leave no token to go on with: its grammar has run into a limit."""
 
 
 class Attempt:
@@ -137,7 +142,7 @@ class Attempt:
                 worker.send(Abort(self.id, "left"))
 
     async def next(self) -> Token | None:
-        """Raises ApiError when the sequence cannot go on."""
+        """Raises ApiError when the sequence cannot go on, Refused when it could nowhere."""
         while (token := self._ahead.pop(self._next, None)) is None:
             if self.reason and not self._ahead:
                 return None
@@ -182,6 +187,8 @@ class Attempt:
             record.prefill_stages = done.stages
         if done.reason == "error":
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
+        if done.reason == "refused":
+            raise Refused(done.message)
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
 

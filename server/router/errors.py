@@ -58,7 +58,7 @@ def context_too_long(limit: int, prompt: int, param: str, at_least: bool = False
 
 
 def overloaded(waiting: int, retry_after_s: int) -> ApiError:
-    message = f"{waiting} requests already wait for their first token; try again in {retry_after_s} s"
+    message = f"{waiting} sequences already wait for their first token; try again in {retry_after_s} s"
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
 
 

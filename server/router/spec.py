@@ -7,7 +7,7 @@ _INT = {"type": ["integer", "null"]}
 _NUMBER = {"type": ["number", "null"]}
 _BOOL = {"type": ["boolean", "null"]}
 _TOKEN = {"type": "integer", "minimum": 0}
-_IDS = {"type": ["array", "null"], "items": _TOKEN}
+_IDS = {"type": ["array", "null"], "items": _TOKEN, "maxItems": 4096}
 _SHARE = {**_NUMBER, "minimum": 0, "maximum": 1}
 _PENALTY = {**_NUMBER, "minimum": -2, "maximum": 2}
 _COUNT = {**_INT, "minimum": 1}
@@ -126,7 +126,7 @@ def openapi(version: str) -> dict[str, Any]:
                 "delete": _operation("forget a kept response"),
             },
             "/tokenize": {"post": _operation("token ids", {"prompt": _STRING, "messages": _MESSAGES})},
-            "/detokenize": {"post": _operation("text", {"tokens": _IDS}, ["tokens"])},
+            "/detokenize": {"post": _operation("text", {"tokens": {"type": "array", "items": _TOKEN}}, ["tokens"])},
             "/version": {"get": _operation("version")},
         },
     }

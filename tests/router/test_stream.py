@@ -234,6 +234,13 @@ async def test_truncation(start: Start) -> None:
     assert cluster.colocated.received[-1].prompt == ids[:5]  # type: ignore[union-attr]
 
 
+async def test_a_cut_prompt_is_echoed_as_cut(start: Start) -> None:
+    cluster = await start(colocated=1)
+    body = {"prompt": "one two three four", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
+    assert (await cluster.complete(**body)).json["choices"][0]["text"] == " three four"
+    assert (await cluster.complete(**body, truncation_side="right")).json["choices"][0]["text"] == "one two"
+
+
 async def test_continue_final_message_and_echo(start: Start) -> None:
     cluster = await start(colocated=1)
     messages = [{"role": "user", "content": "Say A"}, {"role": "assistant", "content": "A is"}]
