@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from server.router import checks, openai
 from server.router.chat import ChatFormat
-from server.router.errors import ApiError, bad_request, context_too_long
+from server.router.errors import ApiError, bad_request, context_too_long, method_not_allowed
 from server.router.generate import Generator, Job, new_id
 from server.router.http import (
     KV_HEADER,
@@ -131,7 +131,7 @@ class Api:
         if http.method == "GET":
             return json_response(kept.body)
         if http.method == "POST":  # an action such as /compact, which is not served
-            raise ApiError(405, "Method Not Allowed")
+            raise method_not_allowed("GET, DELETE")
         self._store.remove(tenant(http), name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
@@ -231,6 +231,8 @@ def _as_api_error(error: Exception) -> ApiError:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return error_response(method_not_allowed((error.headers or {}).get("Allow", "")))
     return error_response(
         ApiError(error.status_code, error.detail, code="not_found" if error.status_code == 404 else None)
     )

@@ -111,7 +111,7 @@ _ERRORS = {
 
 
 def openapi(version: str) -> dict[str, Any]:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream: dict[str, Any] = {"text/event-stream": {}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdctl", "version": version},

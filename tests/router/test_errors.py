@@ -231,7 +231,14 @@ async def test_model_not_found_lists_names(start: Start) -> None:
 async def test_unknown_paths_and_methods(start: Start) -> None:
     cluster = await start(colocated=1)
     check_error(await cluster.request("GET", "/nowhere"), 404)
-    check_error(await cluster.request("GET", "/v1/completions"), 405)
+    for method, path, allowed in (
+        ("GET", "/v1/completions", {"POST"}),
+        ("TRACE", "/version", {"GET", "HEAD"}),
+        ("POST", "/v1/responses/resp_x", {"GET", "DELETE"}),
+    ):
+        answer = await cluster.request(method, path)
+        check_error(answer, 405)
+        assert set(answer.headers["allow"].split(", ")) == allowed
 
 
 async def test_api_key(start: Start, tmp_path: Path) -> None:
