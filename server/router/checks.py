@@ -140,8 +140,9 @@ def check_completion(r: CompletionRequest) -> None:
 
 
 def check_chat(r: ChatRequest) -> None:
-    _number("max_completion_tokens", r.max_completion_tokens, 1, math.inf)
-    _number("max_tokens", r.max_tokens, 1 if r.max_completion_tokens is None else -math.inf, math.inf)
+    least = 0 if r.echo else 1
+    _number("max_completion_tokens", r.max_completion_tokens, least, math.inf)
+    _number("max_tokens", r.max_tokens, least if r.max_completion_tokens is None else -math.inf, math.inf)
     _number("top_logprobs", r.top_logprobs, -1, MAX_LOGPROBS)
     if r.top_logprobs is not None and r.top_logprobs != 0 and not r.logprobs:
         raise bad_request("top_logprobs", "top_logprobs: only with logprobs=true")

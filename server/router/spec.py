@@ -89,6 +89,7 @@ _RESPONSE = {
     "tools": {"type": ["array", "null"], "items": {"type": "object"}},
     "tool_choice": _CHOICE,
 }
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _PROMPT = {
     "anyOf": [
         {"type": "string", "minLength": 1},
@@ -117,11 +118,12 @@ def openapi(version: str) -> dict[str, Any]:
         "info": {"title": "pdctl", "version": version},
         "paths": {
             "/v1/models": {"get": _operation("served models")},
+            "/v1/models/{id}": {"parameters": [_ID], "get": _operation("a served model")},
             "/v1/chat/completions": {"post": _operation("chat", _CHAT, ["messages"], stream)},
             "/v1/completions": {"post": _operation("completion", _COMPLETION, ["prompt"], stream)},
             "/v1/responses": {"post": _operation("response", _RESPONSE, ["input"], stream)},
             "/v1/responses/{id}": {
-                "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
+                "parameters": [_ID],
                 "get": _operation("a kept response"),
                 "delete": _operation("forget a kept response"),
             },
