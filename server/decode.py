@@ -320,7 +320,7 @@ class DecodeWorker(Worker[DecodeEntry]):
                 self.counters["lease_expired"] += 1
                 self._compute_here(entry)
         for id, (since, channel) in list(self._parked.items()):
-            if now - since > PARK_S:
+            if now - since > PARK_S and id not in self.building:
                 del self._parked[id]
                 channel.send(Abort(id, "unknown"))
 

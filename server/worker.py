@@ -49,7 +49,7 @@ from server.messages import (
     Tokens,
 )
 from server.report import all_blocks, changed_blocks, load_of
-from server.sequence import Sequence
+from server.sequence import SeqId, Sequence
 from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
 
@@ -83,6 +83,7 @@ class Worker(Generic[E]):
         self.config = boot.config  # with the knobs as they are now
         self.rev = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self.building: set[SeqId] = set()  # known, but not taken up before their grammars are built
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -180,16 +181,23 @@ class Worker(Generic[E]):
             self.lost(channel)
 
     def _handle(self, channel: Channel, message: AnyMessage) -> None:
-        grammar = message.params.grammar if isinstance(message, Prefill | Decode) else ""
-        if grammar and not self.engine.runner.grammars.is_built(grammar):
-            self.spawn(self._handle_built(grammar, channel, message))
+        if isinstance(message, Prefill | Decode) and not self._is_built(message.params.grammar):
+            self.spawn(self._handle_built(channel, message))
         else:
             self._handle_now(channel, message)
 
-    async def _handle_built(self, grammar: str, channel: Channel, message: AnyMessage) -> None:
+    def _is_built(self, grammar: str) -> bool:
+        return not grammar or self.engine.runner.grammars.is_built(grammar)
+
+    async def _handle_built(self, channel: Channel, message: Prefill | Decode) -> None:
         """Takes up a sequence once its grammar is built, which may take longer than a step should: off the engine's
         thread, one at a time, while the sequences of others go on."""
-        await self.loop.run_in_executor(self._builder, self.engine.runner.grammars.prepare, grammar)
+        self.building.add(message.id)
+        try:
+            build = self.engine.runner.grammars.prepare
+            await self.loop.run_in_executor(self._builder, build, message.params.grammar)
+        finally:
+            self.building.discard(message.id)
         if channel in self.channels:
             self._handle_now(channel, message)
 
