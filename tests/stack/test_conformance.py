@@ -170,7 +170,7 @@ ROWS = [
                truncate_prompt_tokens=3),
     completion("truncated on the right", lambda _, body: body["usage"]["prompt_tokens"] == 3, prompt="one two three",
                truncate_prompt_tokens=3, truncation_side="right"),
-    chat("a stop token", ends("aa", "stop", B, 3), structured_outputs={"choice": ["aab"]}, stop_token_ids=[B]),
+    chat("a stop token as the first one", ends("", "stop", A, 1), **ONLY_A, stop_token_ids=[A]),
     chat("half a stop at the end of text", ends("xy", "stop"), **says("xy"), stop=["yz"]),
     completion("token ids in the answer", lambda r, body: len(r[0].ids or []) == body["usage"]["completion_tokens"],
                return_token_ids=True),
@@ -326,7 +326,8 @@ def test_what_a_client_leaves_is_free_within_a_second(url: str, request: pytest.
 
     fields = {"prompt": [A] * 600, "max_tokens": 3000, "ignore_eos": True, "n": 2, "stream": True}
     with httpx.stream("POST", f"{url}{COMPLETIONS}", json=fields, timeout=60) as answer:
-        next(answer.iter_raw())
+        pieces = answer.iter_raw()
+        next(pieces)
         eventually(lambda: held()["blocks_used"], 10, "it is running")
     eventually(
         lambda: not any(held().values()), 1 + 2, "free; workers say so five times a second, and this box is slow"

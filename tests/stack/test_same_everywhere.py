@@ -104,6 +104,9 @@ def compare(pd_url: str, colocated_url: str, count: int, seed: int, least: int =
         others = [send(colocated_url, path, fields, stream=not stream)]
         assert others[0].path == "colocated"
         if least and not ("prompt" in fields and "echo" in fields and "logprobs" in fields):  # those are read anew
+            prompt = {key: fields[key] for key in ("prompt", "messages", "cache_salt") if key in fields}
+            # An answer that ended with its first token has left nothing at the decode worker.
+            send(pd_url, path, {**prompt, "max_tokens": 3, "ignore_eos": True}, stream=False)
 
             def again() -> Seen | None:
                 """What workers publish is a moment late."""
