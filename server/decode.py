@@ -249,8 +249,11 @@ class DecodeWorker(Worker[DecodeEntry]):
         entry.mark("ready", self.clock())
         with self.engine.lock:
             self.engine.scheduler.received(entry.id, entry.token0)
+            # Asked with the lock held: without it the engine may have ended the sequence by now, and its tokens come
+            # from there.
+            ends_with_token0 = bool(entry.seq.finish_reason)
         entry.owner.send(Tokens((SeqToken(entry.id, 0, entry.token0),)))
-        if entry.seq.finish_reason:
+        if ends_with_token0:
             self.finish(entry)
         self.wake()
 
