@@ -1,9 +1,10 @@
-"""The closed loop of the table in docs/benchmarks.md against one stack: random token-id prompts, 128 output tokens.
+"""The closed loop of the tables in docs/benchmarks.md against one stack: random token-id prompts, 128 output tokens.
 
-Each of `concurrency` slots sends its next request when its last one ended; the first of each slot is dropped. One JSON
-line a cell as it goes, so that a cut run still counts.
+Each of `concurrency` slots sends its next request when its last one ended; the first of each slot is dropped. A cell
+`24xmix` draws four prompts of 128 tokens for each of 4096. One JSON line a cell as it goes, so that a cut run still
+counts; what the workers counted meanwhile (KV bytes over each link, use of the GPUs) stands beside what the client saw.
 
-    python bench/closed_loop.py PROFILE [--cells 1x128,8x1024] [--per-slot 3] [--set k=v ...]
+    python bench/closed_loop.py PROFILE [--label NAME] [--cells 1x128,8x1024] [--per-slot 3] [--set k=v ...]
 """
 
 import argparse
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,7 @@ class Sample:
 
     began: float
     times: list[float] = field(default_factory=list)
+    stages: dict[str, Any] = field(default_factory=dict)  # the server's stage record
 
     @property
     def ttft(self) -> float:
@@ -44,8 +47,22 @@ class Sample:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
     @property
+    def second_token(self) -> float:
+        return self.times[1] - self.times[0]
+
+    @property
     def gaps(self) -> list[float]:
-        return [b - a for a, b in itertools.pairwise(self.times)]
+        """From the second token on."""
+        return [b - a for a, b in itertools.pairwise(self.times[1:])]
+
+    @property
+    def late_share(self) -> float | None:
+        """Of the time in prefill, what the KV took to be there after it; None where it did not move."""
+        end, ready = self.stages.get("prefill_end_ms"), self.stages.get("kv_ready_ms")
+        start = self.stages.get("prefill_start_ms")
+        if end is None or ready is None or start is None or self.stages.get("path") != "pd":
+            return None
+        return max(0.0, float(ready - end)) / max(1e-3, float(end - start))
 
 
 async def one(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Sample:
@@ -59,62 +76,119 @@ async def one(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Sampl
         "return_token_ids": True,
     }
     sample = Sample(time.perf_counter())
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    async with client.stream("POST", "/v1/completions", json=body, headers={"x-pdctl-timing": "1"}) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                if '"error"' in line:
+                now, event = time.perf_counter(), json.loads(line.removeprefix("data: "))
+                if "error" in event:
                     raise RuntimeError(line)
-                sample.times.append(time.perf_counter())
-    assert len(sample.times) >= OUTPUT, f"{len(sample.times)} tokens came"
-    del sample.times[OUTPUT:]  # a last chunk may carry the finish reason alone
+                sample.times += [now] * sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+                sample.stages = event.get("pdctl") or sample.stages
+    assert len(sample.times) == OUTPUT, f"{len(sample.times)} tokens came"
     return sample
 
 
-async def cell(url: str, model: str, vocab: int, concurrency: int, length: int, per_slot: int) -> dict[str, Any]:
-    rng = random.Random(concurrency * 100_003 + length)
+def lengths_of(kind: str, rng: random.Random, count: int) -> list[int]:
+    if kind != "mix":
+        return [int(kind)] * count
+    return rng.choices((128, 4096), (4, 1), k=count)
+
+
+async def cell(url: str, model: str, vocab: int, name: str, per_slot: int) -> dict[str, Any]:
+    """`name`: concurrency, x, prompt length or "mix"."""
+    concurrency, kind = int(name.split("x", 1)[0]), name.split("x", 1)[1]
+    rng = random.Random(name)
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 
         async def slot() -> list[Sample]:
-            prompts = [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(per_slot + 1)]
-            return [await one(client, model, prompt) for prompt in prompts]
+            lengths = lengths_of(kind, rng, per_slot + 1)
+            return [await one(client, model, [rng.randrange(10, vocab) for _ in range(n)]) for n in lengths]
 
         slots = await asyncio.gather(*(slot() for _ in range(concurrency)))
-    return summary(slots, concurrency, length)
+    return {"cell": name, **summary([sample for slot in slots for sample in slot[1:]])}
 
 
-def summary(slots: list[list[Sample]], concurrency: int, length: int) -> dict[str, Any]:
-    """Milliseconds, over all but the first request of each slot; requests/s between the first of those and the last."""
-    samples = [sample for slot in slots for sample in slot[1:]]
+def ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)
+
+
+def at(share: float, values: list[float]) -> float:
+    return sorted(values)[int(len(values) * share)]
+
+
+def summary(samples: list[Sample]) -> dict[str, Any]:
+    """Milliseconds; requests/s between the beginning of the first and the end of the last."""
     began = min(sample.began for sample in samples)
     ended = max(sample.times[-1] for sample in samples)
-    gaps = sorted(gap for sample in samples for gap in sample.gaps)
-
-    def ms(seconds: float) -> float:
-        return round(seconds * 1000, 2)
-
+    gaps = [gap for sample in samples for gap in sample.gaps]
+    seconds = [sample.second_token for sample in samples]
+    late = [share for sample in samples if (share := sample.late_share) is not None]
+    paths = [sample.stages.get("path", "?") for sample in samples]
     return {
-        "concurrency": concurrency,
-        "prompt": length,
         "requests": len(samples),
         "ttft_mean_ms": ms(statistics.fmean(s.ttft for s in samples)),
-        "ttft_p99_ms": ms(sorted(s.ttft for s in samples)[int(len(samples) * 0.99)]),
+        "ttft_p99_ms": ms(at(0.99, [s.ttft for s in samples])),
         "tpot_mean_ms": ms(statistics.fmean(s.tpot for s in samples)),
-        "itl_p50_ms": ms(gaps[len(gaps) // 2]),
-        "itl_p99_ms": ms(gaps[int(len(gaps) * 0.99)]),
-        "itl_max_ms": ms(gaps[-1]),
+        "second_token_mean_ms": ms(statistics.fmean(seconds)),
+        "second_token_max_ms": ms(max(seconds)),
+        "itl_p50_ms": ms(at(0.5, gaps)),
+        "itl_p99_ms": ms(at(0.99, gaps)),
+        "itl_max_ms": ms(max(gaps)),
         "requests_per_s": round(len(samples) / (ended - began), 3),
+        "paths": {path: round(paths.count(path) / len(paths), 2) for path in sorted(set(paths))},
+        "late_share": round(statistics.median(late), 4) if late else None,
     }
+
+
+class Counters:
+    """What the stack and the devices counted between two looks."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._links = self._read()
+        self._gpus = subprocess.Popen(
+            ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"],
+            stdout=subprocess.PIPE, text=True,
+        ) if shutil.which("nvidia-smi") else None  # fmt: skip
+
+    def _read(self) -> tuple[float, float]:
+        text = httpx.get(f"{self._url}/metrics").text
+        lines = [line for line in text.splitlines() if line.startswith("pdctl_kv_link_")]
+        of = {name: sum(float(x.rsplit(" ", 1)[1]) for x in lines if name in x) for name in ("bytes", "seconds")}
+        return of["bytes"], of["seconds"]
+
+    def end(self) -> dict[str, Any]:
+        time.sleep(0.5)  # workers report a few times a second
+        then, now = self._links, self._read()
+        moved, seconds = now[0] - then[0], now[1] - then[1]
+        return {
+            "kv_gb": round(moved / 1e9, 3),
+            "kv_gb_per_s": round(moved / 1e9 / seconds, 1) if seconds > 0 else None,
+            "gpu_use": self._gpu_use(),
+        }
+
+    def _gpu_use(self) -> dict[str, float] | None:
+        if self._gpus is None:
+            return None
+        self._gpus.terminate()
+        out = self._gpus.communicate(timeout=10)[0]
+        use: dict[str, list[float]] = {}
+        for index, value in (line.split(", ") for line in out.splitlines() if line.count(", ") == 1):
+            use.setdefault(index, []).append(float(value))
+        return {index: round(statistics.fmean(values), 1) for index, values in use.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("profile")
+    parser.add_argument("--label", default="", help="stands in each line")
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--per-slot", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=128_000, help="prompts are drawn from token ids below it")
     parser.add_argument("--set", action="append", default=[], help="over the profile")
+    parser.add_argument("--logs", help="a folder that the workers' logs are copied to")
     parser.add_argument("-o", "--output", help="a file for the JSON lines, beside stdout")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as state:
@@ -129,14 +203,17 @@ def main() -> int:
             model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
             measure(url, model, args)
         finally:
+            if args.logs:
+                shutil.copytree(next(Path(state).glob("*/logs")), args.logs, dirs_exist_ok=True)
             subprocess.run([*pdctl, "down", "--force"], env=env, check=False)
     return 0
 
 
 def measure(url: str, model: str, args: argparse.Namespace) -> None:
     for name in args.cells.split(","):
-        concurrency, length = map(int, name.split("x"))
-        line = json.dumps(asyncio.run(cell(url, model, args.vocab, concurrency, length, args.per_slot)))
+        counters = Counters(url)
+        result = asyncio.run(cell(url, model, args.vocab, name, args.per_slot))
+        line = json.dumps({"label": args.label, **result, **counters.end()})
         print(line, flush=True)
         if args.output:
             with Path(args.output).open("a") as file:

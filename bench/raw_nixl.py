@@ -26,7 +26,7 @@ def _target(num_bytes: int, core: int, device: str, pipe: Connection) -> None:
     agent = Agent("raw-target")
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     agent.register(memory)
-    pipe.send((agent.metadata(), memory.data_ptr(), memory_kind(memory)))
+    pipe.send((agent.metadata(), memory.data_ptr(), memory_kind(memory), max(0, memory.get_device())))
     while (num_notes := pipe.recv()) is not None:
         got = 0
         while got < num_notes:
@@ -51,7 +51,7 @@ class RawNixl:
         self.child.start()
         self.agent = Agent("raw-source")
         self.agent.register(blocks)
-        metadata, self.address, self.kind = self.pipe.recv()
+        metadata, self.address, self.kind, self.device = self.pipe.recv()
         self.remote = self.agent.add_remote(metadata)
 
     def throughput(self, tables: list[list[int]]) -> float:
@@ -80,7 +80,7 @@ class RawNixl:
         block_bytes = self.blocks.shape[1]
         at = self.address + slot * self.chunk_blocks * block_bytes
         source = [piece(self.blocks[block]) for block in chunk]
-        target = [(at + i * block_bytes, block_bytes, 0) for i in range(len(chunk))]
+        target = [(at + i * block_bytes, block_bytes, self.device) for i in range(len(chunk))]
         return self.agent.write(self.remote, source, memory_kind(self.blocks), target, self.kind, b"note")
 
     def _poll(self, under_way: list[object]) -> list[object]:

@@ -97,7 +97,7 @@ def decode(shape: Shape, has_checksum: bool, pipe: Connection) -> None:
         on_failed=lambda seq_id, prefix: tell("failed", seq_id.seq, prefix),
         on_credit=lambda peer, slots: tell("credit", slots),
     )
-    thread = TransferThread(transport, receiver=receiver)
+    thread = TransferThread(transport, receiver=receiver, device=pool.device)
     thread.start()
     tell("offer", transport.offer(), receiver.peer_joined("P"))
     while (message := pipe.recv()) is not None:
@@ -129,7 +129,7 @@ class Prefill:
             on_released=lambda seq_id: None,
             on_failed=lambda seq_id, reason: self.told.put(("failed", seq_id.seq, reason)),
         )
-        self.thread = TransferThread(transport, sender=self.sender)
+        self.thread = TransferThread(transport, sender=self.sender, device=blocks.device)
         self.thread.start()
         _, offer, slots = self.pipe.recv()
         self.thread.run(self.sender.connect_peer, "D", offer)

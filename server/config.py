@@ -174,6 +174,10 @@ class Hybrid(Section):
     threshold_tokens: Annotated[int, Field(ge=0)] | Auto = Field(
         256, description="shorter uncached prompts stay on one worker; 0: every prompt crosses"
     )
+    rest_s: Seconds = Field(
+        5.0,
+        description="a prefill worker that nobody's prompt crossed from for so long does whole short ones; 0: never",
+    )
 
 
 class Slo(Section):

@@ -289,6 +289,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             return
         entry.lease = 0.0
         entry.source = None
+        entry.stages["recomputed"] = 1.0
         self.counters["recomputed"] += 1
         self.wake()
 

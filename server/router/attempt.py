@@ -127,6 +127,7 @@ class Attempt:
             route.worker.send(message)
         else:
             record.prefill = route.prefill.name
+            route.prefill.crossed_at = time.monotonic()
             route.prefill.attach(self.id, self._inbox)
             route.worker.attach(self.id, self._inbox)
             route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
@@ -183,6 +184,8 @@ class Attempt:
         record.cached_tokens = max(record.cached_tokens, done.num_cached)
         if worker is self.route.worker and self.route.prefill is not None:
             record.decode_stages = done.stages
+            if done.stages.get("recomputed"):
+                record.path = "colocated"  # whatever was planned: decode has read the prompt itself
         else:
             record.prefill_stages = done.stages
         if done.reason == "error":

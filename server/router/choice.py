@@ -120,12 +120,12 @@ class Chooser:
         """Prefill is backlogged, and the single worker has the room and the time."""
         prefill, worker = two.route.prefill, one.route.worker
         assert prefill is not None
-        if not _has_room(worker, num_prompt, self._block_size):
+        if worker.role == "prefill" or not _has_room(worker, num_prompt, self._block_size):
             return False
-        if len(prefill.open) >= self.queue_high > worker.num_reading:
+        if prefill.num_reading >= self.queue_high > worker.num_reading:
             return True
         rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / 4
-        if not rate or not prefill.open:
+        if not rate or not prefill.num_reading:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local
         return sooner < CLEARLY * (prefill.prompt_tokens + two.num_to_read) / rate

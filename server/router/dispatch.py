@@ -45,6 +45,7 @@ class Dispatcher:
         self.running = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self._rest_s = config.hybrid.rest_s
         self._proven: dict[str, tuple[str, str]] = {}
         self._number = itertools.count(1)
         self._first_tokens: deque[float] = deque(maxlen=10_000)
@@ -114,18 +115,21 @@ class Dispatcher:
                 self.on_threshold(self.chooser.crossover.tokens)
 
     def _alone(self) -> list[Worker]:
-        """Who can do a whole sequence: the colocated pool; without one, decode workers that a pair has proven."""
+        """Who can do a whole sequence: the colocated pool; without one, whom a pair has proven, decode workers always
+        and prefill workers while they rest."""
         pool = [r.worker for r in self.routes if r.prefill is None and self.is_open(r)]
         if pool:
             return pool
-        proven = self._proven.items()
-        return [
-            worker
-            for worker in self.workers.with_role("decode")
-            if worker.is_connected
-            and not worker.is_draining
-            and any(n.endswith(f">{worker.name}") and i[1] == worker.instance for n, i in proven)
-        ]
+        proven = {
+            end for name, instances in self._proven.items() for end in zip(name.split(">"), instances, strict=False)
+        }
+        pairs = [*self.workers.with_role("decode"), *filter(self._is_rested, self.workers.with_role("prefill"))]
+        return [w for w in pairs if w.is_connected and not w.is_draining and (w.name, w.instance) in proven]
+
+    def _is_rested(self, worker: Worker) -> bool:
+        """What it decoded would stall while it reads for others, and make that wait: it does one or the other."""
+        is_hybrid = self._rest_s > 0 and self.chooser.threshold != 0
+        return is_hybrid and time.monotonic() - worker.crossed_at > self._rest_s
 
     def open(
         self,

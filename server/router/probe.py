@@ -97,7 +97,8 @@ class Prober:
             logger.warning("probe through %s failed", route.name, extra={"fields": {"reason": error.message}})
             return
         if record.output_tokens == 0 or record.path != route.path:
-            logger.warning("probe through %s brought no token on that path", route.name)
+            # A decode worker that no KV reaches computes every prompt itself: right answers, and no disaggregation.
+            logger.warning("the probe through %s did not take that path: no KV crossed", route.name)
             return
         self._dispatcher.prove(route, instances)
         self.detail[route.name] = {

@@ -96,6 +96,7 @@ class Worker:
         self.open: dict[SeqId, Inbox] = {}
         self.prompt_tokens = 0  # not cached, of open sequences that this worker is to read
         self.num_reading = 0  # sequences that they belong to
+        self.crossed_at = 0.0  # when it last got a prompt to read for another worker
         self.cached: set[bytes] = set()  # names of the prefix blocks that it said it has
         self.unexpected = 0
         self.is_draining = False  # by an operator: it ends what it has and gets nothing new

@@ -84,7 +84,9 @@ def sending_side(
         on_released=on_released,
         on_failed=on_failed,
     )
-    return SendingSide(TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost), sender, transport)
+    return SendingSide(
+        TransferThread(transport, sender=sender, on_peer_lost=on_peer_lost, device=blocks.device), sender, transport
+    )
 
 
 def receiving_side(
@@ -117,5 +119,5 @@ def receiving_side(
         clock=time.monotonic,
         wake=transport.wake,
     )
-    thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost)
+    thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost, device=blocks.device)
     return ReceivingSide(thread, receiver, ring, transport, {**transport.offer(), "kv_codec": config.compression})

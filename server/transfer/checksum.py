@@ -13,6 +13,8 @@ Measured on one core of the CPU box (bench/transfer.py): 5.9-7.0 GB/s for a 1.47
 is no defence against someone who forges data: the weights are known. Peers are authenticated before they get a path.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,10 @@ from server.errors import TransferError
 _MASK = 2**64 - 1
 _LENGTH_WEIGHT = 0x9E3779B97F4A7C15
 _SEED = 20240917
-_PIECE_WORDS = {"cpu": 64 * 1024}  # a widened piece (512 KiB) stays in the L2 cache; elsewhere launches cost more
-_PIECE_WORDS_DEVICE = 4 * 1024 * 1024
+_PIECE_WORDS = 64 * 1024  # a widened piece (512 KiB) stays in a core's L2 cache
+
+# int64 [1], modulo 2^64, of int32 pieces (each with the position of its first word) and the weights of all positions
+WeightedSum = Callable[[list[tuple[Tensor, int]], Tensor], Tensor]
 
 
 def position_weights(num_words: int) -> Tensor:
@@ -37,17 +41,17 @@ class Checksum:
     """Sums up to `max_bytes`. Owns its temporaries, so one instance belongs to one thread."""
 
     def __init__(self, max_bytes: int, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
         self.max_bytes = max_bytes
         num_words = -(-max_bytes // 4)
-        self._piece = min(_PIECE_WORDS.get(device.type, _PIECE_WORDS_DEVICE), max(1, num_words))
         self._weights = position_weights(num_words).to(device)
-        self._wide = torch.empty(self._piece, dtype=torch.int64, device=device)
         self._tail = torch.zeros(1, dtype=torch.int32, device=device)
+        self._total = _on_cpu(num_words) if self._weights.device.type == "cpu" else _on_cuda()
+        if self._weights.is_cuda:  # compiled now, for both alignments, and not under the first chunk
+            self._total([(self._tail, 0), (self._tail, 1)], position_weights(2).to(device))
 
     def __call__(self, pieces: list[Tensor]) -> int:
         """Of the bytes of `pieces` one after the other (contiguous uint8, all but the last whole words long)."""
-        sums: list[Tensor] = []
+        words: list[tuple[Tensor, int]] = []
         position = num_bytes = 0
         for piece in pieces:
             if num_bytes % 4:
@@ -56,18 +60,33 @@ class Checksum:
             if num_bytes > self.max_bytes:
                 raise TransferError(f"checksum: {num_bytes} bytes, made for {self.max_bytes}")
             whole = piece.numel() & ~3
-            self._sum_words(piece[:whole].view(torch.int32), position, sums)
+            words.append((piece[:whole].view(torch.int32), position))
             position += whole // 4
             if whole < piece.numel():
                 self._tail.zero_().view(torch.uint8)[: piece.numel() - whole].copy_(piece[whole:])
-                self._sum_words(self._tail, position, sums)
-        total = int(torch.stack(sums).sum()) if sums else 0  # the only wait for the device
+                words.append((self._tail, position))
+        total = int(self._total(words, self._weights))  # the only wait for the device
         return (total + num_bytes * _LENGTH_WEIGHT) & _MASK
 
-    def _sum_words(self, words: Tensor, position: int, sums: list[Tensor]) -> None:
-        for start in range(0, words.numel(), self._piece):
-            part = words[start : start + self._piece]
-            wide = self._wide[: part.numel()]
-            wide.copy_(part)  # widening apart from the product is twice as fast as a mixed-type product on a CPU
-            wide.mul_(self._weights[position + start : position + start + part.numel()])
-            sums.append(wide.sum())
+
+def _on_cpu(max_words: int) -> WeightedSum:
+    wide = torch.empty(min(_PIECE_WORDS, max(1, max_words)), dtype=torch.int64)
+
+    def weighted_sum(pieces: list[tuple[Tensor, int]], weights: Tensor) -> Tensor:
+        total = torch.zeros(1, dtype=torch.int64)
+        for words, position in pieces:
+            for start in range(0, words.numel(), wide.numel()):
+                part = words[start : start + wide.numel()]
+                product = wide[: part.numel()]
+                product.copy_(part)  # widening apart from the product is twice as fast as a mixed-type product
+                product.mul_(weights[position + start : position + start + part.numel()])
+                total += product.sum()
+        return total
+
+    return weighted_sum
+
+
+def _on_cuda() -> WeightedSum:
+    from server.transfer.checksum_cuda import weighted_sum
+
+    return weighted_sum

@@ -18,17 +18,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Range
+from server.transfer.blocks import scatter
 from server.transfer.checksum import Checksum
 from server.transfer.codec import Codec
-from server.transfer.coverage import Coverage, adjacent
+from server.transfer.coverage import Coverage
 from server.transfer.ring import LandingRing
+from server.transfer.streams import remote_write_flush, wait_for
 
 PATIENCE_S = 1.0  # after token 0 with no new chunk; doubles each time
 _COUNTERS = (
@@ -109,6 +110,7 @@ class Receiver:
         self._blocks = blocks
         self._checksum = Checksum(ring.slot_bytes, ring.data.device) if checksum else None
         self._codec = codec
+        self._flush = remote_write_flush(ring.data.device)
         self._on_complete = on_complete
         self._on_missing = on_missing
         self._on_failed = on_failed
@@ -218,7 +220,10 @@ class Receiver:
                 wanted.arrived_at = self._clock() if wanted.arrived_at is None else wanted.arrived_at
                 wanted.wire_bytes += tag.num_bytes
                 wanted.chunks += 1
-        if wanted is None or not self._is_intact(wanted, tag):
+        if wanted is None:
+            return None
+        self._flush()
+        if not self._is_intact(wanted, tag):
             return None
         source = self._source(wanted, tag)
         if source is None:
@@ -271,18 +276,14 @@ class Receiver:
             self._ask(wanted, ((tag.first_block, tag.first_block + tag.num_blocks),))
             return None
         self.counters["decode_s"] = self._codec.seconds
-        return plain.view(-1, self._ring.block_bytes)
+        return plain.to(self._blocks.device).view(-1, self._ring.block_bytes)  # zstd unpacks on the host
 
     def _copy(self, wanted: _Receive, tag: ChunkTag, source: Tensor) -> None:
         """Only blocks that lack it: what is covered may be in use already."""
         lacking = wanted.coverage.lacking(tag.first_block, tag.num_blocks)
-        for first, stop in adjacent(lacking, wanted.table):
-            target = wanted.table[first]
-            offset = first - tag.first_block
-            self._blocks[target : target + stop - first].copy_(source[offset : offset + stop - first])
+        scatter(source, tag.first_block, lacking, wanted.table, self._blocks)
         wanted.coverage.cover(lacking)
-        if self._blocks.is_cuda:
-            torch.cuda.current_stream(self._blocks.device).synchronize()  # the slot is credited next
+        wait_for(self._blocks.device)  # the slot is credited next, and the blocks may be read
         now = self._clock()
         wanted.first_chunk = now if wanted.first_chunk is None else wanted.first_chunk
         wanted.news_at = now

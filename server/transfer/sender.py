@@ -25,12 +25,14 @@ from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Offer, Range, SendFailed, Sent
+from server.transfer.blocks import gather
 from server.transfer.checksum import Checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
+from server.transfer.streams import wait_for
 
 _COUNTERS = "sent sent_bytes sent_kv_bytes encode_s resent send_failed unexpected"
-_STAGING_ROWS = 16  # encoded chunks under way, to all peers together
+_STAGING_ROWS = 16  # encoded or gathered chunks under way, to all peers together
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +142,9 @@ class Sender:
         self._clock = clock
         self._codec = codec
         self._free_rows: list[int] = []
+        self._is_staged = codec is not None or blocks.is_cuda
         transport.register(blocks)
-        if codec is not None:
+        if self._is_staged:
             row_bytes = max(1, chunk_tokens // block_size) * blocks.shape[1]
             self._staging = torch.zeros(_STAGING_ROWS, row_bytes, dtype=torch.uint8, device=blocks.device)
             self._free_rows = list(range(_STAGING_ROWS))
@@ -168,7 +171,7 @@ class Sender:
             self._checksum = Checksum(slot_bytes, self._blocks.device)
         codec = self._codec if self._codec is not None and offer.get("kv_codec") == self._codec.name else None
         slot_blocks = slot_bytes // block_bytes
-        if codec is not None:
+        if self._is_staged:
             slot_blocks = min(slot_blocks, self._staging.shape[1] // block_bytes)
         self._peers[peer] = _Peer(slot_blocks, codec, Link())
 
@@ -286,9 +289,13 @@ class Sender:
         max_blocks = max(1, min(self.chunk_tokens // self._block_size, peer.slot_blocks))
         (first, stop), is_again = push.cut(max_blocks)
         kv_bytes = (stop - first) * self._blocks.shape[1]
-        pieces, row, code = self._encoded(peer, push.table[first:stop])
+        pieces, row, code = self._prepared(peer, push.table[first:stop])
         num_bytes = kv_bytes if row < 0 else pieces[0].numel()
-        checksum = self._checksum(pieces) if self._checksum is not None else 0
+        checksum = 0
+        if self._checksum is not None:
+            checksum = self._checksum(pieces)
+        else:
+            wait_for(self._blocks.device)  # a transport reads past every stream
         slot = peer.credits.popleft()
         tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code)
         handle = self._transport.post(name, tag, pieces)
@@ -301,17 +308,23 @@ class Sender:
         self.counters["sent_kv_bytes"] += kv_bytes
 
     def _has_room(self, peer: _Peer) -> bool:
-        return peer.codec is None or bool(self._free_rows)
+        return bool(self._free_rows) or (peer.codec is None and not self._blocks.is_cuda)
 
-    def _encoded(self, peer: _Peer, ids: list[int]) -> tuple[list[Tensor], int, int]:
-        """(pieces, staging row, codec): from the pool where the pair has no codec or the chunk would not shrink."""
+    def _prepared(self, peer: _Peer, ids: list[int]) -> tuple[list[Tensor], int, int]:
+        """(pieces, staging row, codec): in the pool where the pair has no codec, or the chunk would not shrink, and
+        pieces are cheap."""
+        kv_bytes, code = len(ids) * self._blocks.shape[1], 0
+        num_bytes = kv_bytes
         if peer.codec is not None:
-            row = self._free_rows[-1]
-            code, num_bytes = peer.codec.encode(self._blocks, ids, self._staging[row])
+            code, num_bytes = peer.codec.encode(self._blocks, ids, self._staging[self._free_rows[-1]])
             self.counters["encode_s"] = peer.codec.seconds
-            if code:
-                return [self._staging[self._free_rows.pop(), :num_bytes]], row, code
-        return self._pieces(ids), -1, 0
+        if not code and not self._blocks.is_cuda:
+            return self._pieces(ids), -1, 0
+        row = self._free_rows.pop()
+        piece = self._staging[row, :num_bytes]
+        if not code:
+            gather(self._blocks, ids, piece)
+        return [piece], row, code
 
     def _pieces(self, ids: list[int]) -> list[Tensor]:
         """Runs of adjacent block ids, each one contiguous piece of the pool."""

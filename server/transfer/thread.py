@@ -18,10 +18,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from server.errors import TransferError
 from server.transfer.base import Arrived, EndpointGone, Event, KVTransport, Offer, PeerGone, SendFailed, Sent
 from server.transfer.receiver import Receiver
 from server.transfer.sender import Sender
+from server.transfer.streams import CPU, own_stream
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,8 @@ _T = TypeVar("_T")
 
 
 class TransferThread:
-    """`on_peer_lost(peer, reason)`: its data path ended by itself. Callbacks, this one too, run on this thread."""
+    """`on_peer_lost(peer, reason)`: its data path ended by itself. Callbacks, this one too, run on this thread. The
+    blocks of sender and receiver lie on `device`."""
 
     def __init__(
         self,
@@ -40,8 +44,10 @@ class TransferThread:
         sender: Sender | None = None,
         receiver: Receiver | None = None,
         on_peer_lost: Callable[[str, str], None] = lambda peer, reason: None,
+        device: torch.device = CPU,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._device = device
         self._transport = transport
         self._sender = sender
         self._receiver = receiver
@@ -109,9 +115,10 @@ class TransferThread:
     # Transfer thread
 
     def _loop(self) -> None:
-        while not self._closing.is_set():
-            if not self._guard(self._turn):
-                self._closing.wait(_POLL_BUSY_S)  # whatever is broken in there, it does not get the whole core
+        with own_stream(self._device):
+            while not self._closing.is_set():
+                if not self._guard(self._turn):
+                    self._closing.wait(_POLL_BUSY_S)  # whatever is broken in there, it does not get the whole core
         self._guard(self._transport.close)
 
     def _turn(self) -> None:

@@ -136,3 +136,24 @@ def test_sampled_tokens_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
 def test_float32_is_refused(runner: ModelRunner) -> None:
     with pytest.raises(StartError, match="float32"):
         ModelRunner(runner.folder, device="cuda", dtype="float32")
+
+
+def test_a_step_has_written_its_blocks_when_it_returns(runner: ModelRunner) -> None:
+    """The transfer reads the pool on another stream: a prompt's chunk is pushed as soon as `execute` is back, whether
+    it sampled or not, and a block that was freed after a step may be granted at once."""
+    whole = sequences(runner)[0]
+    for start, stop in ((0, 700), (700, 1100), (1100, len(whole.prompt))):
+        runner.execute(Batch([Slice(whole, start, stop - start)]))
+        assert torch.cuda.current_stream().query()
+
+
+def test_padding_of_a_graph_writes_the_null_block_alone(runner: ModelRunner) -> None:
+    """Three rows in the graph of four, one row in that of one: nobody else's blocks change."""
+    seqs = sequences(runner)
+    for seq in seqs:
+        runner.execute(Batch([Slice(seq, 0, len(seq.prompt) - 1)]))
+    for rows in (seqs[:3], seqs[3:4]):
+        before = runner.pool.blocks.clone()
+        runner.execute(Batch([Slice(seq, len(seq.prompt) - 1, 1) for seq in rows]))
+        changed = (runner.pool.blocks != before).any(1).nonzero().flatten().tolist()
+        assert set(changed) - {0} == {seq.block_table[(len(seq.prompt) - 1) // 16] for seq in rows}

@@ -176,3 +176,20 @@ async def test_a_holder_beside_a_colocated_pool(start: Start) -> None:
     await publish(cluster, "decode-0", names(PROMPT))
     record = await ask(cluster, PROMPT)
     assert (record["path"], record["decode"]) == ("resident", "decode-0")
+
+
+async def test_a_rested_prefill_worker_takes_whole_short_prompts(start: Start) -> None:
+    """1. Its probe has just crossed: short prompts stay on decode. 2. Rested, it shares them. 3. A long prompt crosses,
+    and short ones leave it alone again. 4. Where every prompt crosses, it never does one alone."""
+    cluster = await start(prefill=1, decode=1, hybrid={"threshold_tokens": 64, "rest_s": 1000.0})
+    prefill = cluster.stack.workers.all["prefill-0"]
+    short = PROMPT[:20]
+    assert {(await ask(cluster, short))["decode"] for _ in range(4)} == {"decode-0"}
+    prefill.crossed_at -= 1001
+    records = [await ask(cluster, short) for _ in range(4)]
+    assert {(r["path"], r["decode"]) for r in records} == {("colocated", "decode-0"), ("colocated", "prefill-0")}
+    assert (await ask(cluster, PROMPT))["path"] == "pd"
+    assert {(await ask(cluster, short))["decode"] for _ in range(4)} == {"decode-0"}
+    prefill.crossed_at -= 1001
+    cluster.stack.dispatcher.use_knobs({"hybrid.threshold_tokens": 0})
+    assert (await ask(cluster, short))["path"] == "pd"

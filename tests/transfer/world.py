@@ -100,6 +100,7 @@ class World:
         codec: Codec | None = None,
         receiver_codec: Codec | None = None,
         offered_codec: str = "none",
+        device: str = "cpu",
         start: bool = True,
     ) -> None:
         self.kind = kind
@@ -107,9 +108,9 @@ class World:
         self.clock = Clock()
         self.hub = LocalHub()
         self.fault: Callable[[Arrived], Fault] = lambda arrived: Fault.NONE
-        self.ring = LandingRing(ring_slots * chunk_blocks * block_bytes, block_bytes, chunk_blocks, max_peers)
-        self.source = random_pool(1, num_blocks, block_bytes)
-        self.pool = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+        self.ring = LandingRing(ring_slots * chunk_blocks * block_bytes, block_bytes, chunk_blocks, max_peers, device)
+        self.source = random_pool(1, num_blocks, block_bytes).to(device)
+        self.pool = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         self.p, self.d = Box(), Box()
         self.timeout_s = timeout_s
         self.p_end = self.end("P")
@@ -143,12 +144,14 @@ class World:
             self.p_end,
             sender=self.sender,
             on_peer_lost=lambda peer, why: self.p.put("lost", peer, why),
+            device=self.source.device,
             clock=self.clock,
         )
         self.d_thread = TransferThread(
             self.faults,
             receiver=self.receiver,
             on_peer_lost=lambda peer, why: self.d.put("lost", peer, why),
+            device=self.pool.device,
             clock=self.clock,
         )
         self.slots: tuple[int, ...] = ()
