@@ -37,6 +37,7 @@ def gather(stack_dir: StackDir, stack: Stack) -> dict[str, Any]:
             "role": process.role,
             "cpus": process.cpus,
             "gpus": process.gpus,
+            "memory": process.detail.get("memory") or {},
             "kv_tokens": int(loads.get(process.name, {}).get("blocks_total") or 0) * block_size or None,
         }
         for process in stack.processes
@@ -61,6 +62,10 @@ def gather(stack_dir: StackDir, stack: Stack) -> dict[str, Any]:
         "profile_file": stack.profile_file,
         "state_dir": str(stack_dir.path),
     }
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f}"
 
 
 def show(value: dict[str, Any]) -> str:
@@ -90,11 +95,16 @@ def show(value: dict[str, Any]) -> str:
         ]
         for worker in value["workers"]
     ]
+    memories = [[worker["name"], *map(_mib, worker["memory"].values())] for worker in value["workers"]]
+    memories = [row for row in memories if len(row) > 1]
     routes = [
         [name, "yes" if r.get("proven") else "no", f"{r.get('first_token_ms', '-')}"]
         for name, r in value["routes"].items()
     ]
     parts = [table(rows, (value["name"], "")), table(workers, ("WORKER", "ON", "KV"))]
+    if memories:
+        names = next(worker["memory"] for worker in value["workers"] if worker["memory"])
+        parts.append(table(memories, ("MEMORY, MIB", *(name.replace("_", " ").upper() for name in names))))
     if routes:
         parts.append(table(routes, ("ROUTE", "PROVEN", "FIRST TOKEN MS")))
     return "\n\n".join(parts)

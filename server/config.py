@@ -99,7 +99,7 @@ class Pool(Section):
         "auto", description="prompt tokens of one forward"
     )
     kv_bytes: AutoBytes = "auto"
-    host_swap_bytes: Bytes = 0
+    host_swap_bytes: Bytes = Field(0, description="host memory for KV that the device has no room for; 0: none")
     prefix_cache: bool = True
     env: dict[str, str] = Field(default_factory=dict)
 
@@ -110,6 +110,8 @@ class Pool(Section):
             raise ValueError("give gpus or cpus, not both")
         if self.workers and devices and len(devices) % self.workers:
             raise ValueError(f"{len(devices)} devices cannot be shared out evenly among {self.workers} workers")
+        if self.host_swap_bytes and not self.prefix_cache:
+            raise ValueError("host_swap_bytes needs prefix_cache = true: swapped blocks are found by their prefix")
         return self
 
     @property
@@ -144,7 +146,9 @@ class Decode(Pool):
     queue_low: int = Field(2, ge=0, le=4096)
     queue_high: int = Field(32, ge=0, le=4096)
     prefill_tokens: Annotated[int, Field(ge=0, le=2048)] | Auto = "auto"
-    idle_swap_s: Seconds = 30.0
+    idle_swap_s: Annotated[int, BeforeValidator(parse_seconds), Field(ge=0, le=86400)] = Field(
+        30, description="a sequence whose client does not read gives its blocks away after so long; 0: it runs on"
+    )
 
     @model_validator(mode="after")
     def _marks(self) -> Self:

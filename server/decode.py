@@ -198,6 +198,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         """Grants what the watermarks allow now. Called whenever something was asked for or given back."""
         with self.engine.lock:
             granted = self.engine.scheduler.grants_possible()
+            self.engine.copy_blocks()  # before a chunk can land in them
             self._is_dry = bool(granted) and self.engine.scheduler.is_dry
         for seq in granted:
             entry = self.ledger.get(seq.id)
@@ -327,6 +328,7 @@ class DecodeWorker(Worker[DecodeEntry]):
             if now - since > PARK_S and id not in self.building:
                 del self._parked[id]
                 channel.send(Abort(id, "unknown"))
+        self._grant()  # an idle sequence gives its blocks away without a step
 
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)

@@ -127,6 +127,10 @@ def _decode(config: Config) -> list[Knob]:
             "decode.prefill_tokens", pool.prefill_tokens, 0, 2048, "tokens", "next step",
             "prompt tokens of a step in which others decode; auto: what slo.tpot_p95 leaves", has_auto=True,
         ),
+        Knob(
+            "decode.idle_swap_s", pool.idle_swap_s, 0, 86400, "seconds", "now",
+            "after which a sequence whose client does not read gives its blocks away; 0: it runs on, unread",
+        ),
     ]  # fmt: skip
 
 

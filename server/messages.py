@@ -153,6 +153,18 @@ class AbortAck(Message, frozen=True):
     id: SeqId
 
 
+class Pause(Message, frozen=True):
+    """router -> worker: the client does not read what this sequence says. A worker need not heed it."""
+
+    id: SeqId
+
+
+class Resume(Message, frozen=True):
+    """router -> worker: it reads again."""
+
+    id: SeqId
+
+
 class LinkState(msgspec.Struct, frozen=True):
     """How KV goes to one decode worker: over what and why, and what it has carried (verified there) in which time."""
 
@@ -208,6 +220,14 @@ class Load(Message, frozen=True):
     rev: int = 0  # of the last SetKnobs applied
     utilisation: float = -1.0  # of the device, 0..1; -1 unknown
     links: dict[str, LinkState] = {}
+    swapped: int = 0
+    paused: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
 
 
 class Heartbeat(Message, frozen=True):
@@ -232,6 +252,8 @@ AnyMessage = (
     | Done
     | Abort
     | AbortAck
+    | Pause
+    | Resume
     | Blocks
     | SetKnobs
     | Peers

@@ -25,6 +25,14 @@ def load_of(engine: Engine, *, looks_closer: bool) -> Load:
         preemptions=counts.preemptions,
         prefix_hit_tokens=counts.prefix_hit_tokens,
         integrity=integrity,
+        swapped=counts.num_swapped,
+        paused=counts.num_paused,
+        host_blocks_total=counts.host_blocks_total,
+        host_blocks_used=counts.host_blocks_used,
+        swapped_out_blocks=counts.swapped_out_blocks,
+        swapped_in_blocks=counts.swapped_in_blocks,
+        swapped_out_bytes=counts.swapped_out_blocks * engine.pool.spec.block_bytes,
+        swapped_in_bytes=counts.swapped_in_blocks * engine.pool.spec.block_bytes,
     )
 
 

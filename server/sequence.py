@@ -3,8 +3,11 @@
 Pure data; the Scheduler is the only one who moves `state`, `num_computed` and `block_table`. States by role:
 
     prefill     WAITING -> RUNNING -> PUSHING -> FINISHED
-    decode      EXPECTED -> RECEIVING -> RUNNING -> FINISHED     (RUNNING -> WAITING when preempted by recompute)
+    decode      EXPECTED -> RECEIVING -> RUNNING -> FINISHED
     colocated   WAITING -> RUNNING -> FINISHED
+
+On either of the last two RUNNING -> SWAPPED -> RUNNING when a sequence gives its blocks to others: those of them that
+are still cached when it returns, on the device or in host memory, are not computed again.
 """
 
 from dataclasses import dataclass, field
@@ -73,6 +76,7 @@ class SeqState(Enum):
     PUSHING = "pushing"
     EXPECTED = "expected"
     RECEIVING = "receiving"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 

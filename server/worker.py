@@ -28,6 +28,7 @@ from server.config import Role
 from server.engine.build import build_engine, limits_for, model_facts
 from server.engine.engine import Engine, StepResult
 from server.engine.loop import EngineThread
+from server.engine.memory import memory_table
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.knobs import turned
@@ -43,7 +44,9 @@ from server.messages import (
     Heartbeat,
     Load,
     NotResident,
+    Pause,
     Prefill,
+    Resume,
     SeqToken,
     SetKnobs,
     Tokens,
@@ -103,6 +106,8 @@ class Worker(Generic[E]):
         if stop.is_set():
             return
         self.facts = model_facts(self.boot, self.engine.runner)
+        memory = memory_table(self.boot.config, self.role, self.engine.runner)
+        logger.info("memory of a %s worker: %s", self.role, memory)
         self.start_transfer()
         self.thread = EngineThread(self.engine, self._stepped)
         self.thread.start()
@@ -110,7 +115,8 @@ class Worker(Generic[E]):
         for task in (self._beat(), self._tick_forever()):
             self.spawn(task)
         self.start_links()
-        self.status.ready({"address": address, "instance": self.me.instance, **self.facts})
+        detail = {"address": address, "instance": self.me.instance, "memory": memory.as_dict(), **self.facts}
+        self.status.ready(detail)
         await stop.wait()
         server.close()
         self.thread.stop()
@@ -220,6 +226,8 @@ class Worker(Generic[E]):
         return {
             Prefill: self.on_prefill,
             Abort: self.on_abort,
+            Pause: self.on_pause,
+            Resume: self.on_resume,
             SetKnobs: self.on_knobs,
             AbortAck: _ignore,
             Heartbeat: _ignore,
@@ -274,6 +282,15 @@ class Worker(Generic[E]):
         else:
             self.drop(entry, message.reason)
         channel.send(AbortAck(message.id))
+
+    def on_pause(self, channel: Channel, message: Pause) -> None:
+        with self.engine.lock:
+            self.engine.scheduler.pause(message.id)
+
+    def on_resume(self, channel: Channel, message: Resume) -> None:
+        with self.engine.lock:
+            self.engine.scheduler.resume(message.id)
+        self.wake()
 
     def on_knobs(self, channel: Channel, message: SetKnobs) -> None:
         """The router's word, whatever came before: after its restart the revision may be an older one."""

@@ -22,26 +22,41 @@ class Admission:
         return self._clock() - self._limits.age_limit_s
 
     def in_line(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Preempted ones, then aged ones, both by arrival; then whoever has the least left to compute."""
-        horizon, preempted = self.horizon, self._roster.preempted
+        """Swapped ones, then aged ones, both by arrival; then whoever has the least left to compute."""
+        horizon = self.horizon
 
         def place(seq: Sequence) -> tuple[int, float]:
-            if seq.id in preempted:
+            if seq.state is SeqState.SWAPPED:
                 return 0, seq.arrival
             return (1, seq.arrival) if seq.arrival <= horizon else (2, seq.num_pending)
 
         return sorted(seqs, key=place)
 
     def candidates(self) -> list[Sequence]:
-        """WAITING and not waiting for a grant. Without one a sequence is passed by, aged or not: were it to hold up
-        those behind it, whose blocks the granting side has reserved, both sides could wait for each other for ever."""
-        return [seq for seq in self._roster.waiting if seq.generation or not seq.needs_grant]
+        """Who would return, and WAITING ones that do not wait for a grant. Without one a sequence is passed by, aged or
+        not: were it to hold up those behind it, whose blocks the granting side has reserved, both sides could wait for
+        each other for ever."""
+        return self.returning() + [seq for seq in self._roster.waiting if seq.generation or not seq.needs_grant]
+
+    def is_idle(self, seq: Sequence) -> bool:
+        """Its client does not read: it is not computed until it does."""
+        paused = self._roster.paused
+        return bool(paused) and seq.id in paused and self._limits.idle_swap_s > 0
+
+    def returning(self) -> list[Sequence]:
+        """SWAPPED, with tokens that the client has seen and waits to go on."""
+        return [seq for seq in self._roster.swapped if not self.is_idle(seq)]
+
+    def gone_idle(self) -> list[Sequence]:
+        """RUNNING, and idle for longer than is allowed."""
+        since, horizon = self._roster.paused, self._clock() - self._limits.idle_swap_s
+        return [seq for seq in self._roster.running if self.is_idle(seq) and since[seq.id] <= horizon]
 
     def admit(self, seq: Sequence) -> bool:
-        """WAITING -> RUNNING with blocks for all known tokens, cached ones first. False: it cannot be now."""
-        was_preempted = seq.id in self._roster.preempted
+        """WAITING or SWAPPED -> RUNNING with blocks for all known tokens, cached ones first. False: not now."""
+        was_swapped = seq.state is SeqState.SWAPPED
         num_running = len(self._roster.running)
-        if num_running >= self._limits.max_running or not (was_preempted or self._may_pass_expected(seq)):
+        if num_running >= self._limits.max_running or not (was_swapped or self._may_pass_expected(seq)):
             return False
         need = self._tables.need(seq)
         # Those that decode will each want a block soon: leave it to them, or admitting costs a preemption.
@@ -50,7 +65,7 @@ class Admission:
             self._starved = seq if seq.arrival <= self.horizon else None
             return False
         seq.num_computed = self._tables.take(seq, need)
-        if not was_preempted:
+        if not was_swapped:
             seq.num_cached = seq.num_computed
         self._roster.move(seq, SeqState.RUNNING)
         return True
@@ -63,8 +78,8 @@ class Admission:
         return oldest >= seq.arrival or oldest > self.horizon
 
     def may_be_granted(self) -> list[Sequence]:
-        """EXPECTED ones by arrival, without those that would take blocks from a preempted or a starved local one."""
-        if self._roster.preempted:
+        """EXPECTED ones by arrival, without those that would take blocks from a swapped or a starved local one."""
+        if self.returning():
             return []
         starved = self._starved
         if starved is None or starved.state is not SeqState.WAITING:

@@ -1,8 +1,8 @@
 """Block ids: who holds which, and which still hold a prefix worth finding again. No tensors here.
 
 A block is in one of three places: referenced (by one or more block tables), cached (unreferenced, but its KV can be hit
-until it is evicted, least recently used first), or free. Cached blocks count as free. Block 0 is the null block: graph
-padding writes to it, so it is never given out.
+until it is evicted, least recently used first), or free. Cached blocks count as free. What is evicted may go on in host
+memory (`HostPool`) and be hit there. Block 0 is the null block: graph padding writes to it, so it is never given out.
 
 A full block's name is a digest chained from its parent's, rooted in the salt. It is blake2b, not Python's `hash`:
 clients choose the tokens, and whoever can build a collision would be served another's KV. A digest also names a block
@@ -14,7 +14,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
+from server.engine.host_pool import HostPool
 from server.errors import OutOfBlocks
+
+Hit = int | bytes  # a block of the device, or the name of one that is on the host alone
 
 _DIGEST_BYTES = 16
 _TOKEN_BYTES = array("I").itemsize
@@ -34,10 +37,13 @@ def _chain(parent: bytes, tokens: Sequence[int], block_size: int) -> Iterator[by
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_cache: bool = True, host: HostPool | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.host = host or HostPool()
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -93,21 +99,33 @@ class BlockPool:
             if not self._refs[block]:
                 self._retire(block)
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """Blocks of the longest cached prefix of `tokens`, whole blocks only. Takes no reference."""
-        blocks: list[int] = []
-        if not self._by_digest:
-            return blocks
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[Hit]:
+        """The longest cached prefix of `tokens`, whole blocks only. Takes no reference."""
+        hits: list[Hit] = []
+        if not self._by_digest and not self.host.num_used:
+            return hits
         for digest in prefix_digests(tokens, salt, self.block_size):
             block = self._by_digest.get(digest)
-            if block is None:
+            if block is None and digest not in self.host:
                 break
-            blocks.append(block)
-        return blocks
+            hits.append(digest if block is None else block)
+        return hits
 
-    def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these cached blocks would leave the free count if acquired."""
-        return sum(not self._refs[block] for block in blocks)
+    def take(self, hits: Sequence[Hit], num_new: int) -> list[int]:
+        """A block table: these hits, those on the host brought back, and new blocks. Raises OutOfBlocks."""
+        self.acquire(hit for hit in hits if isinstance(hit, int))  # before allocating, which could evict them
+        pinned = self.host.pin(hit for hit in hits if isinstance(hit, bytes))
+        fresh = self.allocate(len(pinned) + num_new)
+        back, new = fresh[: len(pinned)], fresh[len(pinned) :]
+        self.host.restore(pinned, back)
+        for name, block in zip(pinned, back, strict=True):
+            self._name(block, name)
+        returned = iter(back)
+        return [hit if isinstance(hit, int) else next(returned) for hit in hits] + new
+
+    def num_taken(self, hits: Iterable[Hit]) -> int:
+        """By how many blocks the free count would shrink with these: those on the host, and those nobody references."""
+        return sum(isinstance(hit, bytes) or not self._refs[hit] for hit in hits)
 
     def register(self, blocks: Sequence[int], tokens: Sequence[int], salt: str = "", first: int = 0) -> None:
         """Names `blocks[first:]` as far as `tokens`, those of block `first` on, fill them. Their KV must be written.
@@ -127,8 +145,8 @@ class BlockPool:
 
     @property
     def digests(self) -> Iterable[bytes]:
-        """Of every block that can be hit."""
-        return self._by_digest.keys()
+        """Of every block that can be hit, here or on the host."""
+        return self._by_digest.keys() | self.host.names
 
     def take_changes(self) -> dict[bytes, bool]:
         """Digests that came (True) or went (False) since the last call, while `is_watched`."""
@@ -146,10 +164,16 @@ class BlockPool:
         assert all(self._digests[b] is None for b in self._free), "a free block has a name"
         assert all(self._digests[block] == digest for digest, block in self._by_digest.items()), "names disagree"
         assert set(self._evictable) <= set(self._by_digest.values()), "a cached block cannot be found"
+        self.host.check_integrity()
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
+        digest = self._digests[block]
+        assert digest is not None
+        dropped = self.host.save(digest, block)
         self._forget(block)
+        if dropped is not None:
+            self._note(dropped)
         return block
 
     def _retire(self, block: int) -> None:
@@ -165,15 +189,15 @@ class BlockPool:
             self._forget(block)
             self._digests[block] = digest
             if self._by_digest.setdefault(digest, block) == block:
-                self._note(digest, True)
+                self._note(digest)
 
     def _forget(self, block: int) -> None:
         digest = self._digests[block]
         if digest is not None and self._by_digest.get(digest) == block:
             del self._by_digest[digest]
-            self._note(digest, False)
+            self._note(digest)
         self._digests[block] = None
 
-    def _note(self, digest: bytes, is_here: bool) -> None:
+    def _note(self, digest: bytes) -> None:
         if self.is_watched:
-            self._changes[digest] = is_here
+            self._changes[digest] = digest in self._by_digest or digest in self.host

@@ -2,15 +2,15 @@
 
 from typing import NamedTuple
 
-from server.engine.block_pool import BlockPool
+from server.engine.block_pool import BlockPool, Hit
 from server.errors import CannotFit
 from server.sequence import Sequence
 
 
 class Need(NamedTuple):
-    """What holding all known tokens of a sequence takes now: cached blocks to share, blocks to allocate."""
+    """What holding all known tokens of a sequence takes now: cached blocks, and new ones."""
 
-    hits: list[int]
+    hits: list[Hit]
     num_new: int
     num_taken: int  # blocks by which the free count would shrink: the new ones and hits that nobody references yet
 
@@ -41,12 +41,11 @@ class BlockTables:
         """Hits leave out the last token: it is always computed, and never into a block that others read."""
         hits = self.pool.match(seq.tokens(0, seq.num_tokens - 1), seq.salt)
         num_new = self.blocks_for(seq.num_tokens) - len(hits)
-        return Need(hits, num_new, num_new + self.pool.num_unreferenced(hits))
+        return Need(hits, num_new, num_new + self.pool.num_taken(hits))
 
     def take(self, seq: Sequence, need: Need) -> int:
         """Gives the sequence its blocks; returns the tokens already computed in them."""
-        self.pool.acquire(need.hits)  # before allocating, which could evict them
-        seq.block_table = need.hits + self.pool.allocate(need.num_new)
+        seq.block_table = self.pool.take(need.hits, need.num_new)
         hit_tokens = len(need.hits) * self.pool.block_size
         self.prefix_hit_tokens += hit_tokens
         return hit_tokens

@@ -17,6 +17,7 @@ from server.card import text_facts
 from server.config import Colocated, Config, Decode, Prefill, Role, WorkerSpec
 from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine
+from server.engine.host_pool import HostPool
 from server.engine.kv_cache import LAYOUT_VERSION
 from server.engine.limits import Limits
 from server.engine.model_runner import ModelRunner
@@ -42,9 +43,11 @@ def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None])
         max_len=config.model.max_len,
         max_running=pool.max_seqs if isinstance(pool, Prefill) else pool.max_running,
         kv_bytes=pool.kv_bytes,
+        host_swap_bytes=pool.host_swap_bytes,
     )
     runner.load(progress)
-    blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache)
+    host = HostPool(runner.host.num_blocks)
+    blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache, host)
     blocks.is_watched = config.router.policy == "kv-aware"
     limits = limits_for(config, role, runner.max_len)
     return Engine(Scheduler(limits, blocks, time.monotonic), runner, time.monotonic)
@@ -69,6 +72,7 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.max_running = pool.max_running
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
+            limits.idle_swap_s = pool.idle_swap_s
             auto = GPU_LOCAL_PREFILL if pool.gpus else CPU_LOCAL_PREFILL
             limits.local_prefill_tokens = auto if pool.prefill_tokens == "auto" else pool.prefill_tokens
         case Colocated():

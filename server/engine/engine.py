@@ -1,6 +1,6 @@
 """The engine loop's one step: ask the scheduler, compute, tell the scheduler.
 
-1. with the lock: `scheduler.schedule()` says what to compute.
+1. with the lock: `scheduler.schedule()` says what to compute; blocks that move between device and host are copied.
 2. without it: `runner.execute(batch)`, so that other threads add, abort and grant while a long step runs.
 3. with the lock: `scheduler.update(batch, tokens)`.
 
@@ -52,6 +52,13 @@ class StepTimes:
             mean + _SMOOTHING * (seconds - mean),
         )
 
+    @property
+    def token_s(self) -> float:
+        """Seconds a token takes in the steps that have most of them; 0.0 before anything was observed."""
+        known = self._mean
+        tokens, seconds = known[max(known)] if known else (1.0, 0.0)
+        return seconds / tokens
+
     def predict(self, num_tokens: int) -> float:
         """0.0 before anything was observed. Scales up by tokens, never down: a step has a floor."""
         known = dict(self._mean)  # the engine thread may add to it meanwhile
@@ -85,10 +92,12 @@ class Engine:
         """One step; None when there is nothing to compute."""
         with self.lock:
             batch = self.scheduler.schedule()
-            if not batch.slices:
-                return None
-            self.before_execute(batch)
+            unready = self._prepare(batch)
+        if not batch.slices:
+            return None
         started = self._clock()
+        if unready is not None:
+            return self._fail(batch, unready, started)
         self._current = (started, batch.num_tokens)
         try:
             sampled = self.runner.execute(batch)
@@ -106,6 +115,30 @@ class Engine:
             stuck = [(seq, why) for seq, why in stuck if self.scheduler.abort(seq.id) is not None]
             steps = self.scheduler.update(batch, tokens)
         return StepResult(batch, steps, started, seconds, stuck=stuck)
+
+    def copy_blocks(self) -> None:
+        """With the lock held, after whatever let the scheduler hand out blocks, and before anybody uses these.
+
+        Under the lock, so that copies happen in the order in which they were decided, whichever thread decides.
+        """
+        if copies := self.scheduler.take_copies():
+            self.runner.host.copy(copies)
+
+    def _prepare(self, batch: Batch) -> Exception | None:
+        try:
+            self._weigh()
+            self.copy_blocks()
+            if batch.slices:
+                self.before_execute(batch)
+        except Exception as error:
+            return error
+        return None
+
+    def _weigh(self) -> None:
+        """A block goes to the host while out and in again cost less than computing its tokens."""
+        pool = self.scheduler.pool
+        if pool.host.num_blocks and (token_s := self.times.token_s):
+            pool.host.is_worthwhile = 2 * self.runner.host.block_s < pool.block_size * token_s
 
     def _fail(self, batch: Batch, error: Exception, started: float) -> StepResult:
         logger.error(

@@ -5,13 +5,18 @@ strided views of one layer. Models whose layers do not all keep the same K and V
 """
 
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
+from server.engine.host_pool import Copy
 from server.errors import ModelError
 
+_MEASURED_BLOCKS = 8
+_MEASUREMENTS = 5
 LAYOUT_VERSION = 1  # of the order of axes below; peers compare it in their model cards
 
 # Config keys that only models with another kind of per-layer state have.
@@ -144,3 +149,50 @@ class KVCachePool:
         """(K, V) of one layer, each [num_blocks, num_kv_heads, block_size, head_dim], strided."""
         both = self.data[:, :, index]
         return both[:, :, 0], both[:, :, 1]
+
+
+class HostBlocks:
+    """Host memory beside a pool, pinned where the device is a GPU, and the copies between the two.
+
+    They run on a stream of their own and are over when `copy` returns. A place in the engine's stream would order them
+    among its steps only, and a granted block is written next by the transfer thread. They wait for no step either: what
+    the one under way uses is never among them, and what earlier ones wrote is there, for a step ends synchronised.
+    """
+
+    def __init__(self, pool: KVCachePool, num_blocks: int) -> None:
+        is_cuda = pool.data.is_cuda
+        if is_cuda:
+            torch.cuda.synchronize(pool.data.device)  # the pool is zeroed in another stream
+        with torch.inference_mode(False):
+            self._host = torch.empty((num_blocks, pool.blocks.shape[1]), dtype=torch.uint8, pin_memory=is_cuda)
+        self._device = pool.blocks
+        self._stream = torch.cuda.Stream(pool.data.device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self.block_s = self._measure()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._host)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._host.numel()
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Carries them out, in order."""
+        with torch.cuda.stream(self._stream):  # none: nothing
+            for block, host_block, is_out in copies:
+                here, there = self._device[block], self._host[host_block]
+                (there if is_out else here).copy_(here if is_out else there, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _measure(self) -> float:
+        """Seconds to copy one block, out or in, at best: a busy moment must not make swapping look dear for ever."""
+        there = range(min(_MEASURED_BLOCKS, self.num_blocks))
+        copies = [Copy(0, host_block, is_out) for host_block in there for is_out in (True, False)]  # the null block
+        seconds = []
+        for _ in range(_MEASUREMENTS if copies else 0):
+            started = time.perf_counter()
+            self.copy(copies)
+            seconds.append((time.perf_counter() - started) / len(copies))
+        return min(seconds, default=0.0)

@@ -17,6 +17,7 @@ class Limits:
     kv_high: float = 0.92
     queue_low: int = 2
     queue_high: int = 32
+    idle_swap_s: float = 0.0  # a sequence whose client does not read gives its blocks away after so long; 0: it runs on
 
     def become(self, other: "Limits") -> None:
         """Takes over every number: those who hold this object read them at their next step."""

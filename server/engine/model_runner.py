@@ -19,7 +19,7 @@ from server.engine import loading
 from server.engine.attention import BatchMeta, row_order
 from server.engine.forward import Forward, make_forward, require_cuda
 from server.engine.fused import FusedWeights
-from server.engine.kv_cache import KVCachePool, KVSpec
+from server.engine.kv_cache import HostBlocks, KVCachePool, KVSpec
 from server.engine.packed_linear import can_pack, pack_linears
 from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.sampler import Sampler
@@ -57,6 +57,7 @@ class ModelRunner:
         max_len: int = 0,
         max_running: int = 64,
         kv_bytes: int | Auto = "auto",
+        host_swap_bytes: int = 0,
         check: bool = True,
         pack: bool = True,
     ) -> None:
@@ -77,11 +78,15 @@ class ModelRunner:
         if own_len and self.max_len > own_len:
             raise ModelError(f"model.max_len ({self.max_len}) is above the model's own limit of {own_len} tokens")
         self.logit_differences: dict[str, float] = {}
-        self.weight_bytes = 0  # from load() on
-        self.pool: KVCachePool  # from load() on
+        self.weight_bytes = 0  # from load() on, as all that follows
+        self.free_bytes = 0  # on the device, once the weights were loaded
+        self.graph_bytes = 0
+        self.pool: KVCachePool
+        self.host: HostBlocks
         self._threads = threads
         self._max_running = max_running
         self._kv_bytes = kv_bytes
+        self._host_swap_bytes = host_swap_bytes
         self._check = check
         self._pack = pack
         self._model: Any = None
@@ -107,7 +112,11 @@ class ModelRunner:
             self._try_out(progress)
         progress("kv cache", 0.9)
         self._use_pool(KVCachePool(self.spec, self._decide_num_blocks(), self.device))
+        self.host = HostBlocks(self.pool, self._decide_num_host_blocks())
+        before = self._free_bytes()
         self._forward.prepare(self.max_len, progress)
+        if self.device.type == "cuda":
+            self.graph_bytes = max(0, before - self._free_bytes())
         progress("ready", 1.0)
 
     def _try_out(self, progress: Progress) -> None:
@@ -158,7 +167,7 @@ class ModelRunner:
         block = self.spec.block_bytes
         least = 1 + self.spec.num_blocks_for(self.max_len)
         most = 1 + self._max_running * self.spec.num_blocks_for(self.max_len)
-        free = self._free_bytes()
+        free = self.free_bytes = self._free_bytes()
         if self._kv_bytes == "auto":
             affordable = int(free * _KV_SHARE[self.device.type]) // block
             if self.device.type == "cpu":
@@ -167,10 +176,8 @@ class ModelRunner:
         else:
             num_blocks, source = self._kv_bytes // block, "kv_bytes"
         logger.info(
-            "memory: weights %d MiB, free %d MiB; KV cache %d MiB (%s): %d blocks of %d tokens and %d KiB, "
-            "room for %d tokens",
-            self.weight_bytes >> 20, free >> 20, num_blocks * block >> 20, source, num_blocks,
-            self.spec.block_size, block >> 10, max(0, num_blocks - 1) * self.spec.block_size,
+            "KV cache (%s): %d blocks of %d tokens and %d KiB, room for %d tokens",
+            source, num_blocks, self.spec.block_size, block >> 10, max(0, num_blocks - 1) * self.spec.block_size,
         )  # fmt: skip
         if num_blocks < least:
             raise StartError(
@@ -185,6 +192,19 @@ class ModelRunner:
                 help="lower kv_bytes",
             )
         return num_blocks
+
+    def _decide_num_host_blocks(self) -> int:
+        """Refuses host memory for swapped KV that is not there; a CPU worker's pool lies in the same."""
+        asked, available = self._host_swap_bytes, int(psutil.virtual_memory().available)
+        pool = self.pool.blocks.numel() if self.device.type == "cpu" else 0
+        if asked and asked + pool > available:
+            beside = f" beside a KV cache of {pool / 2**20:.0f} MiB" if pool else ""
+            raise StartError(
+                f"host_swap_bytes, {asked / 2**20:.0f} MiB{beside}, does not fit into the {available / 2**20:.0f} MiB "
+                "of host memory that are free",
+                help="lower host_swap_bytes",
+            )
+        return asked // self.spec.block_bytes
 
     def _free_bytes(self) -> int:
         if self.device.type == "cuda":

@@ -18,8 +18,9 @@ class Roster:
         self.receiving: dict[SeqId, Sequence] = {}
         self.received: list[Sequence] = []  # RECEIVING still, but in line to run; first come first
         self.held: dict[SeqId, Sequence] = {}  # prefill halves out of the schedule, with blocks until released
+        self.swapped: list[Sequence] = []
         self.asked: set[SeqId] = set()  # WAITING, grant asked for or held
-        self.preempted: set[SeqId] = set()  # WAITING, with tokens that the client may have seen
+        self.paused: dict[SeqId, float] = {}  # since when nobody reads the tokens of these, whatever their state
 
     def move(self, seq: Sequence, state: SeqState) -> None:
         """Takes a sequence from its queue to that of `state`. FINISHED with blocks to keep: use `hold`."""
@@ -38,8 +39,11 @@ class Roster:
                 self.receiving[seq.id] = seq
             case SeqState.PUSHING:
                 self.held[seq.id] = seq
+            case SeqState.SWAPPED:
+                self.swapped.append(seq)
             case SeqState.FINISHED:
                 del self.by_id[seq.id]
+                self.paused.pop(seq.id, None)
 
     def hold(self, seq: Sequence) -> None:
         """FINISHED, but known and with its blocks."""
@@ -56,9 +60,10 @@ class Roster:
             case SeqState.WAITING:
                 self.waiting.remove(seq)
                 self.asked.discard(seq.id)
-                self.preempted.discard(seq.id)
             case SeqState.RUNNING:
                 self.running.remove(seq)
+            case SeqState.SWAPPED:
+                self.swapped.remove(seq)
             case SeqState.EXPECTED:
                 self.expected.remove(seq)
             case SeqState.RECEIVING:
@@ -72,6 +77,7 @@ class Roster:
         queues = {
             SeqState.WAITING: self.waiting,
             SeqState.RUNNING: self.running,
+            SeqState.SWAPPED: self.swapped,
             SeqState.EXPECTED: self.expected,
             SeqState.RECEIVING: [*self.receiving.values(), *self.received],
             SeqState.PUSHING: [s for s in self.held.values() if s.state is SeqState.PUSHING],
@@ -82,8 +88,10 @@ class Roster:
             assert all(self.by_id.get(seq.id) is seq for seq in queue), state
         assert sum(map(len, queues.values())) == len(self.by_id), "a sequence is in no queue, or in two"
         waiting = {seq.id for seq in self.waiting}
-        assert self.asked <= waiting and self.preempted <= waiting, "notes about a sequence that does not wait"
-        assert all(not seq.block_table for seq in (*self.waiting, *self.expected)), "who waits holds nothing"
+        assert self.asked <= waiting, "a note about a sequence that does not wait"
+        assert self.paused.keys() <= self.by_id.keys(), "a note about a sequence that is gone"
+        waits = (*self.waiting, *self.expected, *self.swapped)
+        assert not any(seq.block_table or seq.num_computed for seq in waits), "who waits holds nothing"
         assert all(seq.needs_grant and seq.block_table for seq in self.held.values())
         for queue in (self.running, self.expected):
             assert all(a.arrival <= b.arrival for a, b in pairwise(queue)), "not oldest first"

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from server.device import on_host
 from server.grammar import Grammars
 from server.sequence import SamplingParams, Sequence, Stuck, Token
 
@@ -64,7 +65,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> Rows[Token | Stuck]:
         """[rows, vocab] logits of any float dtype, one row a sequence -> one Token each. `logits` is not changed."""
         if all(is_plain_greedy(s.params) for s in seqs):
-            return [Token(i) for i in logits.argmax(-1).tolist()]
+            return [Token(i) for i in on_host(logits.argmax(-1)).tolist()]
         raw = logits.float()
         shaped = reshape(raw, seqs)
         if self._grammars is not None:
@@ -257,15 +258,17 @@ def _nucleus(scaled: torch.Tensor, head: torch.Tensor, edge: torch.Tensor, top_p
 
 def with_logprobs(raw: torch.Tensor, chosen: torch.Tensor, num_logprobs: Rows[int]) -> list[Token]:
     """The chosen token of each row with as many of the likeliest as its entry says; -1 = no logprob at all."""
-    tokens = [Token(i) for i in chosen.tolist()]
+    tokens = [Token(i) for i in on_host(chosen).tolist()]
     rows = [i for i, wanted in enumerate(num_logprobs) if wanted >= 0]
     if not rows:
         return tokens
     logprobs = raw[rows].log_softmax(-1)
-    own = logprobs.gather(1, chosen[rows].unsqueeze(1)).squeeze(1).tolist()
+    own = on_host(logprobs.gather(1, chosen[rows].unsqueeze(1)).squeeze(1)).tolist()
     most = max(num_logprobs)
     values, ids = logprobs.topk(min(most, raw.shape[1]), -1)
-    for row, logprob, top_ids, top_values in zip(rows, own, ids.tolist(), values.tolist(), strict=True):
+    for row, logprob, top_ids, top_values in zip(
+        rows, own, on_host(ids).tolist(), on_host(values).tolist(), strict=True
+    ):
         wanted = num_logprobs[row]
         top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
         tokens[row] = Token(tokens[row].id, logprob, top)

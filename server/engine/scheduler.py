@@ -11,15 +11,20 @@ Decode half
     1. expect        EXPECTED; call it once the prompt is known and the prefill side has asked, never earlier
     2. grants_possible   RECEIVING; all blocks of the prompt are its own, growth is counted as committed
     3. received      in line to run, ahead of local prompts (recompute: the same, with a part left to compute here)
-    4. schedule      RUNNING, one token a step; may be preempted (WAITING, recomputed from its known tokens)
+    4. schedule      RUNNING, one token a step; may be preempted (SWAPPED: holds nothing, returns before anybody new)
     5. update, abort FINISHED, blocks free
+
+Preempted sequences let go of their blocks, no more: named by what they hold, blocks stay cached until others need the
+room, and what is evicted then goes on in host memory while that is cheaper than computing it again (`HostPool`). Who
+returns finds what is left in either place and computes the rest, so swap and recompute are one path.
 
 Why nothing stands still (tests/engine/test_no_deadlock.py): who waits for a grant holds nothing and holds up nobody;
 who holds one waits only for blocks of its own side, held by sequences that run to their end; a received sequence needs
 nothing but a place to run, or gives way; and the oldest that runs may take the blocks of any younger one.
 
 Not thread safe: Engine.lock guards it. Between schedule() and update() everything may be called but schedule(); blocks
-that the step under way still uses are freed by update().
+that the step under way still uses are freed by update(). Before the lock is given back after schedule() or
+grants_possible(), carry out what take_copies() gives.
 """
 
 from collections.abc import Callable
@@ -29,6 +34,7 @@ from server.engine.admission import Admission
 from server.engine.block_pool import BlockPool
 from server.engine.block_tables import BlockTables
 from server.engine.grant_gate import GrantGate
+from server.engine.host_pool import Copy
 from server.engine.limits import Limits
 from server.engine.roster import Roster
 from server.sequence import Batch, SeqId, SeqState, Sequence, Slice, Token
@@ -57,6 +63,8 @@ class Counters:
     num_receiving: int
     num_received: int  # in line to run
     num_pushing: int
+    num_swapped: int
+    num_paused: int
     blocks_total: int
     blocks_used: int
     blocks_granted: int
@@ -65,6 +73,10 @@ class Counters:
     grants_open: bool
     preemptions: int
     prefix_hit_tokens: int
+    host_blocks_total: int
+    host_blocks_used: int
+    swapped_out_blocks: int  # copied to the host since the start
+    swapped_in_blocks: int
 
 
 class Scheduler:
@@ -73,6 +85,7 @@ class Scheduler:
         self.pool = pool
         self._tables = BlockTables(pool)
         self._roster = Roster()
+        self._clock = clock
         self._admission = Admission(limits, self._tables, self._roster, clock)
         self._gate = GrantGate(limits, self._tables, self._roster)
         self._batch: Batch | None = None  # under way
@@ -98,6 +111,16 @@ class Scheduler:
             return None
         self._end(seq)
         return seq
+
+    def pause(self, seq_id: SeqId) -> None:
+        """Nobody reads its tokens: not computed, it gives way first, and keeps its blocks for `idle_swap_s` at most."""
+        seq = self._roster.by_id.get(seq_id)
+        if seq is not None and not seq.needs_grant:
+            self._roster.paused.setdefault(seq_id, self._clock())
+
+    def resume(self, seq_id: SeqId) -> None:
+        """Somebody reads again: it goes on, or gets in line if it has no blocks any more."""
+        self._roster.paused.pop(seq_id, None)
 
     # Prefill half of pd
 
@@ -137,7 +160,7 @@ class Scheduler:
         self._roster.move(seq, SeqState.EXPECTED)
 
     def grants_possible(self) -> list[Sequence]:
-        """Grants by arrival what the gate lets through. Preempted sequences, and starved older ones, come first."""
+        """Grants by arrival what the gate lets through. Swapped sequences, and starved older ones, come first."""
         if not self._roster.expected:
             return []
         granted = self._gate.grant(self._admission.may_be_granted(), self._admission.horizon)
@@ -180,10 +203,12 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Sequences that decode first, oldest first; then prompts, under way and new in one line."""
         assert self._batch is None, "one step at a time: update() first"
+        for seq in self._admission.gone_idle():
+            self._swap(seq)
         self._start_received()
         slices: list[Slice] = []
         prompts = self._decode(slices)
-        if prompts or self._roster.waiting:
+        if prompts or self._roster.waiting or self._roster.swapped:
             self._prefill(slices, prompts)
         batch = Batch(slices)
         self._batch = batch if slices else None
@@ -196,40 +221,45 @@ class Scheduler:
     def _decode(self, slices: list[Slice]) -> list[Sequence]:
         """Adds the sequences with one pending token; returns the others, prompts under way."""
         prompts: list[Sequence] = []
-        running, budget, place = self._roster.running, self.limits.token_budget, 0
-        while place < len(running):  # it grows shorter at its end when someone is preempted
-            seq = running[place]
-            place += 1
+        for seq in tuple(self._roster.running):
+            if seq.state is not SeqState.RUNNING or self._admission.is_idle(seq):  # gave way to an older one; or paused
+                continue
             if seq.num_pending > 1:
                 prompts.append(seq)
-            elif len(slices) < budget and self._has_slot(seq, place):
+            elif len(slices) < self.limits.token_budget and self._has_slot(seq):
                 slices.append(Slice(seq, seq.num_computed, 1))
         return prompts
 
-    def _has_slot(self, seq: Sequence, place: int) -> bool:
+    def _has_slot(self, seq: Sequence) -> bool:
         """Makes room for the next token. When nobody gives way, it sits this step out and keeps its blocks."""
         if self._tables.num_slots(seq):
             return True
         while not self._tables.pool.num_free:
-            victim = self._victim(place)
+            victim = self._victim(seq)
             if victim is None:
                 return False
             self._preempt(victim)
         self._tables.grow(seq)
         return True
 
-    def _victim(self, place: int) -> Sequence | None:
-        """The last that does not run yet, else the youngest after `place`. Never one whose blocks a transfer uses."""
-        if self._roster.received:
-            return self._roster.received[-1]
-        return next((seq for seq in reversed(self._roster.running[place:]) if not seq.needs_grant), None)
+    def _victim(self, seq: Sequence) -> Sequence | None:
+        """A paused one, the last that does not run yet, else the youngest, if that is younger. Never one whose blocks a
+        transfer uses."""
+        roster = self._roster
+        idle = next((each for each in roster.running if self._admission.is_idle(each)), None)
+        if idle is not None or roster.received:
+            return idle or roster.received[-1]
+        youngest = next((each for each in reversed(roster.running) if each is seq or not each.needs_grant), seq)
+        return None if youngest is seq else youngest
 
     def _preempt(self, seq: Sequence) -> None:
+        self._swap(seq)
+        self._preemptions += 1
+
+    def _swap(self, seq: Sequence) -> None:
         self._tables.free(seq)
         seq.num_computed = 0
-        self._roster.move(seq, SeqState.WAITING)
-        self._roster.preempted.add(seq.id)
-        self._preemptions += 1
+        self._roster.move(seq, SeqState.SWAPPED)
 
     def _prefill(self, slices: list[Slice], prompts: list[Sequence]) -> None:
         """Packs prompts until the step is full. One that is refused stops others that wait, not those running."""
@@ -237,7 +267,7 @@ class Scheduler:
         for seq in self._admission.in_line(prompts + self._admission.candidates()):
             if room <= 0:
                 return
-            if seq.state is SeqState.WAITING:
+            if seq.state is not SeqState.RUNNING:
                 can_admit = can_admit and num_prompts < self.limits.max_seqs and self._admission.admit(seq)
                 if not can_admit:
                     continue
@@ -315,12 +345,17 @@ class Scheduler:
         else:
             self._tables.free(seq)
 
+    def take_copies(self) -> list[Copy]:
+        """Blocks to copy between device and host, in this order, since the last call."""
+        return self.pool.host.take_copies()
+
     # What others may see
 
     @property
     def has_work(self) -> bool:
         """Whether schedule() might find something to compute."""
-        return bool(self._roster.waiting or self._roster.running or self._roster.received)
+        roster = self._roster
+        return bool(roster.waiting or roster.running or roster.received or roster.swapped)
 
     def get(self, seq_id: SeqId) -> Sequence | None:
         return self._roster.by_id.get(seq_id)
@@ -335,6 +370,8 @@ class Scheduler:
             num_receiving=len(roster.receiving),
             num_received=len(roster.received),
             num_pushing=len(roster.held),
+            num_swapped=len(roster.swapped),
+            num_paused=len(roster.paused),
             blocks_total=pool.num_usable,
             blocks_used=pool.num_used - granted,
             blocks_granted=granted,
@@ -343,6 +380,10 @@ class Scheduler:
             grants_open=self._gate.is_open,
             preemptions=self._preemptions,
             prefix_hit_tokens=self._tables.prefix_hit_tokens,
+            host_blocks_total=pool.host.num_blocks,
+            host_blocks_used=pool.host.num_used,
+            swapped_out_blocks=pool.host.num_out,
+            swapped_in_blocks=pool.host.num_in,
         )
 
     def check_integrity(self) -> None:

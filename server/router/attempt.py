@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from server.errors import PdctlError
-from server.messages import Abort, Decode, Done, NotResident, Prefill, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
-from server.router.worker import Event, Expired, Inbox, Lost, Worker
+from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
 
 
@@ -95,7 +95,7 @@ class Attempt:
         self._params = params
         self._salt = salt
         self._deadline_s = deadline_s
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Worker | None = None  # until the first token
         self._next = 0
@@ -148,6 +148,9 @@ class Attempt:
             if self.reason and not self._ahead:
                 return None
             self._take(await self._inbox.get())
+            if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
+                self._inbox.is_paused = False
+                self.route.worker.send(Resume(self.id))
         self._next += 1
         self.record.mark_token()
         return token

@@ -23,7 +23,17 @@ _LOAD = {
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache since the start",
     "busy_share": "Share of the last moment spent in steps",
     "utilisation": "GPU use as NVML counts it, else CPU time over the worker's cores; -1 unknown",
+    "swapped": "Sequences that gave their KV blocks to others and will go on",
+    "paused": "Sequences whose client does not read",
+    "host_blocks_total": "KV blocks that host memory has room for",
+    "host_blocks_used": "KV blocks that lie in host memory",
     "rev": "Revision of the knobs in use",
+}
+_LOAD_TOTALS = {
+    "swapped_out_blocks": "KV blocks copied to host memory",
+    "swapped_in_blocks": "KV blocks brought back from host memory",
+    "swapped_out_bytes": "Bytes copied to host memory",
+    "swapped_in_bytes": "Bytes brought back from host memory",
 }
 _COUNTERS = {
     "unexpected": "Messages that fit no state",
@@ -75,6 +85,8 @@ def _worker(worker: Worker) -> Iterable[Sample]:
         return
     for name, help in _LOAD.items():
         yield f"pdctl_worker_{name}", help, labels, float(getattr(load, name))
+    for name, help in _LOAD_TOTALS.items():
+        yield f"pdctl_worker_{name}_total", help, labels, float(getattr(load, name))
     for name, value in load.counters.items():
         help = _COUNTERS.get(name, f"The transfer's own count of {name.replace('_', ' ')}")
         yield f"pdctl_worker_{name}", help, labels, float(value)

@@ -184,7 +184,8 @@ class Generator:
                 async for output in outputs:
                     yield output
             return
-        queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
+        # Bounded, so that choices wait for a client that does not read, as a single one does.
+        queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue(len(choices))
         tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
         try:
             ended = 0
@@ -301,11 +302,11 @@ async def _pump(choice: AsyncGenerator[Output, None], queue: "asyncio.Queue[Outp
     try:
         async with aclosing(choice) as outputs:
             async for output in outputs:
-                queue.put_nowait(output)
+                await queue.put(output)
     except Exception as error:  # it is raised again where the queue is read
-        queue.put_nowait(error)
+        await queue.put(error)
     else:
-        queue.put_nowait(None)
+        await queue.put(None)
 
 
 def _observe(metrics: RouterMetrics, stats: Stats, record: Record) -> None:

@@ -3,7 +3,8 @@
     connecting -> connected -> lost -> connecting ...      refused: the handshake said why; tried again, slowly
 
 1. A `Worker` connects, greets, sends heartbeats and reads messages until the connection ends or falls silent.
-2. Tokens and Done go into the inbox of the sequence they name: one queue put a token, nothing else on this path.
+2. Tokens and Done go into the inbox of the sequence they name: one queue put a token, nothing else on this path. An
+   inbox that nobody empties, because the client does not read, has the worker told to pause (`Attempt` resumes it).
 3. When the connection ends, every sequence that still needs this worker finds a `Lost` in its inbox.
 4. A restarted worker is a new instance: routes through it are to be proven again (`probe`).
 """
@@ -27,6 +28,7 @@ from server.messages import (
     Heartbeat,
     Load,
     NotResident,
+    Pause,
     SeqToken,
     Tokens,
 )
@@ -41,6 +43,8 @@ SILENT_BUSY_S = 60.0
 RETRY_S = (0.05, 2.0)
 REFUSED_RETRY_S = 5.0
 FAIR_SHARE = 32
+# Unread tokens of one sequence. A busy loop alone leaves FAIR_SHARE of them, and a client's buffers hold far more.
+PAUSE_ABOVE, RESUME_AT = 256, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,12 @@ class Expired:
 
 
 Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
-Inbox = asyncio.Queue[Event]
+
+
+class Inbox(asyncio.Queue[Event]):
+    """What workers say of one sequence. `is_paused`: its worker was told that nobody reads."""
+
+    is_paused = False
 
 
 class Worker:
@@ -236,6 +245,9 @@ class Worker:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
                         inbox.put_nowait(item)
+                        if not inbox.is_paused and inbox.qsize() > PAUSE_ABOVE:
+                            inbox.is_paused = True
+                            self.send(Pause(item.id))
             case NotResident():
                 inbox = self.open.get(message.id)
                 if inbox is not None:

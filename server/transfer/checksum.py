@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from server.device import on_host
 from server.errors import TransferError
 
 _MASK = 2**64 - 1
@@ -65,7 +66,7 @@ class Checksum:
             if whole < piece.numel():
                 self._tail.zero_().view(torch.uint8)[: piece.numel() - whole].copy_(piece[whole:])
                 words.append((self._tail, position))
-        total = int(self._total(words, self._weights))  # the only wait for the device
+        total = int(on_host(self._total(words, self._weights)))  # the only wait for the device
         return (total + num_bytes * _LENGTH_WEIGHT) & _MASK
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pdctl import exits
+from pdctl import exits, info
 from pdctl.exits import Exit, exit_of
 from server import errors
 from server.errors import PdctlError
@@ -202,3 +202,15 @@ def test_wait_has_a_limit(box: Box) -> None:
     box("wait", "--for", "stopped", "--timeout", "0.2s", expect=Exit.TIMEOUT)
     box("down")
     box("wait", "--for", "stopped")
+
+
+def test_info_says_what_memory_goes_to() -> None:
+    memory = {"weights": 513 * 2**20, "kv": 64 * 2**20, "host_swap": 0}
+    workers = [
+        {"name": name, "cpus": [0], "gpus": [], "kv_tokens": None, "memory": memory if name != "router" else {}}
+        for name in ("decode-0", "router")
+    ]
+    model = {"served_as": [], "path": "a", "folder": "b"}
+    value = {"name": "box", "url": "http://x", "model": model, "transfer": {}, "profile_file": "p", "state_dir": "s"}
+    shown = info.show({**value, "versions": {}, "workers": workers, "routes": {}})
+    assert "MEMORY, MIB  WEIGHTS  KV  HOST SWAP\ndecode-0     513      64  0\n" in f"{shown}\n"

@@ -11,6 +11,7 @@ from random import Random
 
 from server.engine.admission import Admission
 from server.engine.block_pool import BlockPool
+from server.engine.host_pool import HostPool
 from server.engine.scheduler import Limits, Scheduler, Step
 from server.sequence import Batch, SamplingParams, SeqId, SeqState, Sequence, Token
 
@@ -44,7 +45,8 @@ class Node:
 
     def __init__(self, cluster: "Cluster", limits: Limits, num_blocks: int) -> None:
         self.cluster = cluster
-        self.pool = BlockPool(num_blocks, BLOCK, prefix_cache=cluster.random.random() < 0.7)
+        host = HostPool(cluster.random.choice([0, 4, 40]))
+        self.pool = BlockPool(num_blocks, BLOCK, cluster.random.random() < 0.7, host)
         self.scheduler = Scheduler(limits, self.pool, lambda: cluster.now)
         self.batch: Batch | None = None
         self.gone: set[SeqId] = set()
@@ -54,6 +56,7 @@ class Node:
         self.scheduler.check_integrity()
         if self.batch is None:
             batch = self.scheduler.schedule()
+            self.scheduler.take_copies()
             if batch.slices:
                 self.batch = batch
                 self.cluster.at(0.01 + 0.001 * batch.num_tokens, self.finish)

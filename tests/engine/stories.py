@@ -1,6 +1,7 @@
 """What scheduler stories are told with: a clock that is set by hand, short sequences, one checked step."""
 
 from server.engine.block_pool import BlockPool
+from server.engine.host_pool import Copy, HostPool
 from server.engine.scheduler import Limits, Scheduler, Step
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Token
 
@@ -8,12 +9,13 @@ from server.sequence import Batch, SamplingParams, SeqId, Sequence, Token
 class Story:
     """A scheduler over blocks of four tokens. Prompts differ from their first token unless `prompt` is given."""
 
-    def __init__(self, num_blocks: int = 65, prefix_cache: bool = True, **limits: float) -> None:
+    def __init__(self, num_blocks: int = 65, prefix_cache: bool = True, host_blocks: int = 0, **limits: float) -> None:
         self.now = 0.0
         self.limits = Limits(token_budget=64, chunk_tokens=16)
         for name, value in limits.items():
             setattr(self.limits, name, value)
-        self.pool = BlockPool(num_blocks, 4, prefix_cache)
+        self.pool = BlockPool(num_blocks, 4, prefix_cache, HostPool(host_blocks))
+        self.copies: list[Copy] = []  # of the last schedule()
         self.scheduler = Scheduler(self.limits, self.pool, lambda: self.now)
         self._num_seqs = 0
 
@@ -34,6 +36,7 @@ class Story:
 
     def schedule(self) -> Batch:
         batch = self.scheduler.schedule()
+        self.copies = self.scheduler.take_copies()
         self.scheduler.check_integrity()
         return batch
 

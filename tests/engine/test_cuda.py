@@ -1,12 +1,16 @@
 """On a CUDA device: every way a step can run gives the logits of transformers' eager attention there, bfloat16."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
+from server.device import on_host
 from server.engine.attention import BatchMeta, row_order
+from server.engine.host_pool import Copy
+from server.engine.kv_cache import HostBlocks, KVCachePool, KVSpec
 from server.engine.model_runner import ModelRunner
 from server.errors import StartError
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice
@@ -138,6 +142,21 @@ def test_float32_is_refused(runner: ModelRunner) -> None:
         ModelRunner(runner.folder, device="cuda", dtype="float32")
 
 
+def test_blocks_go_to_pinned_host_memory_and_come_back() -> None:
+    pool = KVCachePool(KVSpec(3, 2, 64, torch.bfloat16, 16), 9, "cuda")
+    host = HostBlocks(pool, 4)
+    assert host.block_s > 0 and not pool.blocks.any()
+    pool.data.normal_()
+    torch.cuda.synchronize()
+    before = pool.blocks.clone()
+    # 1. A step is under way on the engine's stream all the while: copies neither wait for it nor mix with it.
+    torch.cuda._sleep(10_000_000)
+    host.copy([Copy(block, block - 1, is_out=True) for block in (1, 2, 3, 4)])
+    # 2. A host block that is read and used again in one go: the order of the list is kept.
+    host.copy([Copy(5, 0, is_out=False), Copy(6, 0, is_out=True), Copy(7, 0, is_out=False), Copy(8, 3, is_out=False)])
+    assert torch.equal(pool.blocks[[5, 7, 8]], before[[1, 6, 4]])
+
+
 def test_a_step_has_written_its_blocks_when_it_returns(runner: ModelRunner) -> None:
     """The transfer reads the pool on another stream: a prompt's chunk is pushed as soon as `execute` is back, whether
     it sampled or not, and a block that was freed after a step may be granted at once."""
@@ -157,3 +176,23 @@ def test_padding_of_a_graph_writes_the_null_block_alone(runner: ModelRunner) -> 
         runner.execute(Batch([Slice(seq, len(seq.prompt) - 1, 1) for seq in rows]))
         changed = (runner.pool.blocks != before).any(1).nonzero().flatten().tolist()
         assert set(changed) - {0} == {seq.block_table[(len(seq.prompt) - 1) // 16] for seq in rows}
+
+
+def test_reading_a_result_keeps_no_other_thread_from_the_device() -> None:
+    """1. One thread waits for the result of two seconds of work. 2. Another's kernel, on a stream of its own, is done
+    long before. (With a copy to ordinary memory it is launched only when the first thread has its result.)"""
+    torch.zeros(8, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    side, done = torch.cuda.Stream(), []
+    slow = torch.zeros(8, device="cuda")
+    torch.cuda._sleep(4_000_000_000)
+    slow.add_(1)
+    waiting = threading.Thread(target=lambda: done.append(on_host(slow).tolist()))
+    waiting.start()
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            torch.ones(8, device="cuda").add_(1)
+            side.synchronize()
+    assert done == []
+    waiting.join(30)
+    assert done == [[1.0] * 8]

@@ -125,7 +125,7 @@ def test_the_youngest_is_preempted_and_never_samples_a_token_twice() -> None:
     # 1. Both run until the blocks are gone: 8 prompt tokens, then 4 more slots each.
     while not story.scheduler.counters().preemptions:
         story.step()
-    assert young.state is SeqState.WAITING and young.block_table == [] and young.num_computed == 0
+    assert young.state is SeqState.SWAPPED and young.block_table == [] and young.num_computed == 0
     known = list(young.output)
     assert known and old.state is SeqState.RUNNING
     # 2. It returns to the front once the older one is gone, computes what is known, and samples only the next.

@@ -226,7 +226,7 @@ def test_a_receiving_sequence_is_never_preempted() -> None:
     story.scheduler.received(receiving.id, Token(7))
     story.limits.max_running = 1
     assert story.computed() == [(running, 1)]
-    assert receiving.state is SeqState.WAITING and receiving.output == [7]
+    assert receiving.state is SeqState.SWAPPED and receiving.output == [7]
     # 3. While it waits nobody is granted; it goes on from its known tokens when there is room.
     expect(story, 4)
     assert story.scheduler.grants_possible() == []

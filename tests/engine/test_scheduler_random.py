@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from server.engine.block_pool import BlockPool
+from server.engine.host_pool import HostPool
 from server.engine.scheduler import Limits, Scheduler
 from server.errors import CannotFit
 from server.sequence import Batch, SamplingParams, SeqId, SeqState, Sequence, Token
@@ -23,12 +24,16 @@ class Chaos:
         self.limits = Limits(
             token_budget=64, chunk_tokens=24, max_seqs=3, max_running=6, ahead=3, local_prefill_tokens=8
         )
+        self.limits.idle_swap_s = 5.0
         self.limits.queue_low, self.limits.queue_high = 1, 3
-        self.pool = BlockPool(25, 4)
+        self.pool = BlockPool(25, 4, host=HostPool(10))
+        self.pool.is_watched = True
+        self.told: set[bytes] = set()  # what a router believes can be hit
         self.scheduler = Scheduler(self.limits, self.pool, lambda: self.now)
         self.alive: list[Sequence] = []
         self.batch: Batch | None = None
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset): what is written there stands for its whole prefix
+        self.host: dict[int, list[int | None]] = {}  # what each host block holds
         self.num_added = 0
         self.num_ended = 0
         self.num_refused = 0
@@ -57,7 +62,7 @@ class Chaos:
         return Token(self.random.randrange(0, 30))
 
     def operate(self) -> None:
-        operations = [self.admit, self.abort, self.release, self.step, self.step, self.step]
+        operations = [self.admit, self.abort, self.release, self.read, self.step, self.step, self.step]
         self.random.choice([*operations, self.step, self.grants, self.grants, self.give, self.receive, self.receive])()
         self.now += self.random.random()
 
@@ -80,8 +85,26 @@ class Chaos:
         if seq:
             self.scheduler.release(seq.id)
 
+    def read(self) -> None:
+        """A client stops reading, or goes on; swapping pays, or does not."""
+        seq = self.pick(*SeqState)
+        if seq:
+            self.random.choice([self.scheduler.pause, self.scheduler.resume])(seq.id)
+        self.pool.host.is_worthwhile = self.random.random() < 0.9
+
+    def copy(self) -> None:
+        """What the engine does before it lets anybody use the blocks that were given out."""
+        for block, host_block, is_out in self.scheduler.take_copies():
+            if is_out:
+                self.host[host_block] = [self.kv.get((block, offset)) for offset in range(4)]
+                assert None not in self.host[host_block], "an unwritten block was named"
+            else:
+                self.kv |= {(block, n): kv for n, kv in enumerate(self.host[host_block]) if kv is not None}
+
     def grants(self) -> None:
-        for seq in self.scheduler.grants_possible():
+        granted = self.scheduler.grants_possible()
+        self.copy()
+        for seq in granted:
             assert seq.state is SeqState.RECEIVING and len(seq.block_table) * 4 >= len(seq.prompt)
 
     def give(self) -> None:
@@ -111,6 +134,7 @@ class Chaos:
     def step(self) -> None:
         if self.batch is None:
             self.batch = self.scheduler.schedule()
+            self.copy()
             self.check_batch(self.batch)
         else:
             self.finish_step()
@@ -144,6 +168,9 @@ class Chaos:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        for digest, is_here in self.pool.take_changes().items():
+            (self.told.add if is_here else self.told.discard)(digest)
+        assert self.told == set(self.pool.digests), "what can be hit is not what was told"
         gone = [seq for seq in self.alive if seq.state is SeqState.FINISHED and self.scheduler.get(seq.id) is None]
         self.num_ended += len(gone)
         in_use = {id(piece.seq) for piece in self.batch.slices} if self.batch else set()
@@ -167,5 +194,6 @@ def test_ten_thousand_random_operations(seed: int) -> None:
         chaos.check()
     counters = chaos.scheduler.counters()
     assert chaos.num_ended > 300 and chaos.num_refused and counters.preemptions and counters.prefix_hit_tokens
+    assert counters.swapped_out_blocks > 300 and counters.swapped_in_blocks > 30
     chaos.drain()
     assert not chaos.alive and chaos.pool.num_used == 0

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,20 @@ from server.boot import Boot
 from server.card import text_facts
 from server.config import Config
 from server.grammar import json_grammar
-from server.messages import Abort, AbortAck, Card, Decode, Done, Heartbeat, Load, Prefill, Tokens
+from server.messages import (
+    Abort,
+    AbortAck,
+    Card,
+    Decode,
+    Done,
+    Heartbeat,
+    Load,
+    Pause,
+    Prefill,
+    Resume,
+    SetKnobs,
+    Tokens,
+)
 from server.sequence import SamplingParams, SeqId
 from server.wire import Channel, Identity, connect, greet
 from tests.stack import reference
@@ -40,7 +53,7 @@ class Workers:
             {
                 "model": {"path": str(model_dir), "dtype": "float32", "max_len": 4096},
                 "prefill": pool | {"cpus": [0]},
-                "decode": pool | {"cpus": [1]},
+                "decode": pool | {"cpus": [1], "host_swap_bytes": "8MiB"},
             }
         )
         self.boots = {
@@ -155,6 +168,14 @@ class Workers:
         async with asyncio.timeout(20):
             while (await self.run([3], GREEDY))[1][0].reason == "error":
                 await asyncio.sleep(0.05)  # between two tries
+
+    async def load(self, name: str, holds: Callable[[Load], bool]) -> Load:
+        """The next of its loads for which this holds."""
+        async with asyncio.timeout(30):
+            self.loads.pop(name, None)
+            while name not in self.loads or not holds(self.loads[name]):
+                await asyncio.sleep(0.02)
+        return self.loads[name]
 
     async def settled(self) -> None:
         """Until both say that nothing is held."""
@@ -279,3 +300,34 @@ async def test_a_costly_grammar_stops_nobody(workers: Workers) -> None:
     # Once it is built, it is there for the next one, on the way through prefill too.
     output, dones = await workers.run([7] * 40, bound)
     assert (len(output), dones[0].reason) == (1, "length")
+
+
+async def test_a_client_that_does_not_read_gives_its_memory_away(workers: Workers, tiny_model_dir: Path) -> None:
+    prompt, num_tokens = [3 + (7 * i) % 500 for i in range(300)], 400
+    id = workers.new_id()
+    # 1. It decodes, and its client stops reading: no more tokens come, and its blocks stay for the time being.
+    workers.send("decode-0", Prefill(id, prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0)))
+    await workers.event(id)
+    workers.send("decode-0", Pause(id))
+    load = await workers.load("decode-0", lambda load: load.paused == 1)
+    assert (load.running, load.swapped) == (1, 0) and load.blocks_used >= 300 // 16
+    # 2. The knob says one second instead of thirty, and acts on those who are silent already.
+    workers.send("decode-0", SetKnobs(2, {"decode.idle_swap_s": 1}))
+    load = await workers.load("decode-0", lambda load: load.swapped == 1)
+    assert (load.rev, load.running, load.blocks_used) == (2, 0, 0)
+    # 3. Others take all of the room, one after another; what it had goes to host memory.
+    for n in range(load.blocks_total * 16 // 4000 + 1):
+        await workers.run([3 + n, *(3 + (11 * i) % 500 for i in range(3999))], GREEDY, path="decode-0")
+    load = await workers.load("decode-0", lambda load: load.host_blocks_used > 0)
+    assert load.swapped_out_bytes and load.swapped_out_blocks <= load.host_blocks_total and not load.swapped_in_blocks
+    # 4. It reads on: its blocks come back, and the text is that of a client that never stopped.
+    workers.send("decode-0", Resume(id))
+    tokens: list[int] = []
+    while not isinstance(event := (await workers.event(id))[1], Done):
+        tokens.append(event.token.id)
+    model = reference.load(tiny_model_dir)
+    expected = await asyncio.to_thread(reference.generate, model, prompt, num_tokens)  # heartbeats go on meanwhile
+    assert tokens == expected[1:]
+    load = await workers.load("decode-0", lambda load: not load.paused)
+    assert load.swapped_in_bytes >= load.swapped_in_blocks >= 300 // 16
+    await workers.settled()

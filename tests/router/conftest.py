@@ -152,6 +152,7 @@ async def start(smollm2_dir: Path, text: Text, tmp_path_factory: pytest.TempPath
         wait: bool = True,
         fakes_up: bool = True,
         max_len: int = 0,
+        send_buffer: int = 0,
         **sections: dict[str, Any],
     ) -> Cluster:
         folder = tmp_path_factory.mktemp("run")
@@ -176,6 +177,8 @@ async def start(smollm2_dir: Path, text: Text, tmp_path_factory: pytest.TempPath
             if fakes_up:
                 await fake.start()
         listener = socket.create_server(("127.0.0.1", 0))
+        if send_buffer:  # what it accepts inherits it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = HttpServer.of(stack.app)
         http = asyncio.create_task(server.serve(sockets=[listener]))
         stack.start()

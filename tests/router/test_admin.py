@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.router.conftest import SECRET, Cluster, Start
@@ -96,13 +97,21 @@ async def test_state(start: Start) -> None:
 
 
 async def test_metrics(start: Start) -> None:
-    cluster = await start(prefill=1, decode=1)
+    cluster = await start(prefill=1, decode=1, wait=False, fakes_up=False)
+    load = cluster.decode.load
+    cluster.decode.load = msgspec.structs.replace(load, swapped=2, host_blocks_used=7, swapped_out_bytes=4096)
+    for fake in cluster.fakes.values():
+        await fake.start()
+    await cluster.stack.prober.started.wait()
     await cluster.chat()
     text = (await cluster.request("GET", "/metrics")).body.decode()
     assert 'pdctl_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
     assert "# HELP pdctl_ttft_seconds " in text
     assert "pdctl_ttft_seconds_count 1.0" in text
     assert 'pdctl_worker_blocks_total{role="decode",worker="decode-0"} 100.0' in text
+    for name, value in {"swapped": 2, "host_blocks_used": 7, "swapped_out_bytes_total": 4096}.items():
+        assert f'pdctl_worker_{name}{{role="decode",worker="decode-0"}} {value}.0' in text
+    assert "# TYPE pdctl_worker_swapped_out_bytes_total counter" in text
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and not line.startswith("#")}
     assert all(name.startswith("pdctl_") for name in names)
 

@@ -8,6 +8,8 @@ from pdctl.tui.model import Model
 from pdctl.tui.views import tables
 from pdctl.tui.views.common import fill
 
+COUNTS = ("preemptions", "prefix_hit_tokens", "swapped_out_bytes", "swapped_in_bytes")
+
 
 def draw(model: Model, width: int, height: int) -> list[Line]:
     frame = model.frame
@@ -58,6 +60,10 @@ def _facts(worker: Worker) -> list[Line]:
             "  ".join(f"{key[7:]} {load.get(key, '-')}" for key in ("blocks_used", "blocks_granted", "blocks_total")),
         ),
         (
+            "gave way",
+            "  ".join(f"{key} {load.get(key, '-')}" for key in ("swapped", "paused", "host_blocks_used")),
+        ),
+        (
             "step",
             f"{numbers.pair(worker.step.p50, worker.step.p95)}   now {age} ms old",
         ),
@@ -73,9 +79,12 @@ def _facts(worker: Worker) -> list[Line]:
 
 def _counters(worker: Worker) -> list[Line]:
     counters = {**(worker.load.get("counters") or {})}
-    counters |= {key: worker.load[key] for key in ("preemptions", "prefix_hit_tokens") if key in worker.load}
+    counters |= {key: worker.load[key] for key in COUNTS if key in worker.load}
     lines = [Line(cell(str(name), 26), "dim").add(numbers.count(float(value))) for name, value in counters.items()]
-    return lines + [Line(cell(str(name), 26), "dim").add(str(value)) for name, value in worker.detail.items()]
+    for name, size in (worker.detail.get("memory") or {}).items():
+        lines.append(Line(cell(f"memory: {name}", 26), "dim").add(f"{size / 2**20:.0f} MiB"))
+    facts = {name: value for name, value in worker.detail.items() if not isinstance(value, dict)}
+    return lines + [Line(cell(str(name), 26), "dim").add(str(value)) for name, value in facts.items()]
 
 
 def _chart(model: Model, frame: Frame, worker: Worker, width: int, height: int) -> list[Line]:

