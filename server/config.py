@@ -74,12 +74,14 @@ class Router(Section):
     admin_key_file: str | None = None
     view_key_file: str | None = Field(None, description="keys that may read the admin API and change nothing")
     policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
-    queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
+    queue_high: int = Field(50, ge=1, le=4096, description="sequences without a first token before clients get 429")
     request_timeout: Seconds = 600.0
     worker_wait: Seconds = Field(
         30.0, description="how long a request waits for a worker that is coming back before it gets 503; 0: not at all"
     )
-    key_max_requests: int = Field(0, ge=0, le=65536, description="requests in flight that one API key may have; 0: any")
+    key_max_requests: int = Field(
+        0, ge=0, le=65536, description="in flight by API key; each counts as its prompts times n; 0: any number"
+    )
     cors_origins: list[Origin] = Field(
         default_factory=list, description="origins whose pages may call, exactly as a browser names them"
     )

@@ -255,8 +255,11 @@ class DecodeWorker(Worker[DecodeEntry]):
         entry.mark("ready", self.clock())
         with self.engine.lock:
             self.engine.scheduler.received(entry.id, entry.token0)
+            # Asked with the lock held: without it the engine may have ended the sequence by now, and its tokens come
+            # from there.
+            ends_with_token0 = bool(entry.seq.finish_reason)
         self._repeat_token0(entry, entry.token0)
-        if entry.seq.finish_reason:
+        if ends_with_token0:
             self.finish(entry)
         self.wake()
 
@@ -339,7 +342,7 @@ class DecodeWorker(Worker[DecodeEntry]):
                 self.counters["lease_expired"] += 1
                 self._compute_here(entry)
         for id, (since, channel) in list(self._parked.items()):
-            if now - since > PARK_S:
+            if now - since > PARK_S and id not in self.building:
                 del self._parked[id]
                 channel.send(Abort(id, "unknown"))
         self._grant()  # an idle sequence gives its blocks away without a step

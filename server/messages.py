@@ -132,8 +132,8 @@ class Done(Message, frozen=True):
     """worker -> router: this worker is through with the sequence as far as the client is concerned.
     decode -> prefill: every block is here and verified (the acknowledgement), `reason` "received".
 
-    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "error" (with `message`),
-    "received".
+    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "received", "error" (this worker
+    cannot go on, with `message`), "refused" (no worker could: the request's own terms leave no token, with `message`).
     `stages`: seconds since this worker heard of the sequence, and counts; see docs/protocol.md.
     """
 

@@ -388,10 +388,10 @@ class PrefillWorker(Worker[PrefillEntry]):
         else:
             super().on_abort(channel, message)
 
-    def fail(self, entry: PrefillEntry, message: str) -> None:
-        """The router has decode go on alone; an Abort from here would take the sequence away from it."""
+    def fail(self, entry: PrefillEntry, message: str, reason: str = "error") -> None:
+        """The router has decode go on alone, or aborts there itself: an Abort from here would take that from it."""
         entry.is_asked = False
-        super().fail(entry, message)
+        super().fail(entry, message, reason)
 
     def drop(self, entry: PrefillEntry, reason: str) -> None:
         if entry.is_asked and entry.link is not None:

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
@@ -40,6 +41,7 @@ from server.messages import (
     AbortAck,
     AnyMessage,
     Card,
+    Decode,
     Done,
     Heartbeat,
     Load,
@@ -52,7 +54,7 @@ from server.messages import (
     Tokens,
 )
 from server.report import all_blocks, changed_blocks, load_of
-from server.sequence import Sequence
+from server.sequence import SeqId, Sequence
 from server.transfer.base import Offer
 from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
@@ -97,6 +99,8 @@ class Worker(Generic[E]):
         self.rev = 0
         self.offer: Offer = {}  # what a subclass's transfer says of itself
         self._tasks: set[asyncio.Task[None]] = set()
+        self.building: set[SeqId] = set()  # known, but not taken up before their grammars are built
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -206,6 +210,27 @@ class Worker(Generic[E]):
             self.lost(channel)
 
     def _handle(self, channel: Channel, message: AnyMessage) -> None:
+        if isinstance(message, Prefill | Decode) and not self._is_built(message.params.grammar):
+            self.spawn(self._handle_built(channel, message))
+        else:
+            self._handle_now(channel, message)
+
+    def _is_built(self, grammar: str) -> bool:
+        return not grammar or self.engine.runner.grammars.is_built(grammar)
+
+    async def _handle_built(self, channel: Channel, message: Prefill | Decode) -> None:
+        """Takes up a sequence once its grammar is built, which may take longer than a step should: off the engine's
+        thread, one at a time, while the sequences of others go on."""
+        self.building.add(message.id)
+        try:
+            build = self.engine.runner.grammars.prepare
+            await self.loop.run_in_executor(self._builder, build, message.params.grammar)
+        finally:
+            self.building.discard(message.id)
+        if channel in self.channels:
+            self._handle_now(channel, message)
+
+    def _handle_now(self, channel: Channel, message: AnyMessage) -> None:
         handler = self.handlers().get(type(message))
         if handler is None:
             self.counters["unexpected"] += 1
@@ -309,10 +334,10 @@ class Worker(Generic[E]):
         self.ledger.bury(entry.id, self.clock())
         self.wake()
 
-    def fail(self, entry: E, message: str) -> None:
+    def fail(self, entry: E, message: str, reason: str = "error") -> None:
         """The sequence cannot go on here, and its owner is told why."""
         self.counters["failed"] += 1
-        entry.owner.send(Done(entry.id, "error", entry.seq.num_cached, entry.stages, message))
+        entry.owner.send(Done(entry.id, reason, entry.seq.num_cached, entry.stages, message))
         self.drop(entry, message)
 
     def soon(self, work: Callable[..., Any], *args: Any) -> None:
@@ -356,6 +381,10 @@ class Worker(Generic[E]):
             entry = self.ledger.get(seq.id)
             if entry is not None:
                 self.fail(entry, f"the engine failed on it: {result.error}")
+        for seq, why in result.stuck:
+            entry = self.ledger.get(seq.id)
+            if entry is not None:
+                self.fail(entry, why, "refused")
         if any(step.finished for step in result.steps):
             self._publish()  # the next turn of a conversation comes soon after the last token of this one
         self.after_step()

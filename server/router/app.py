@@ -20,12 +20,13 @@ from starlette.routing import Route
 
 from server.router import checks, openai
 from server.router.chat import ChatFormat
-from server.router.errors import ApiError, bad_request
+from server.router.errors import ApiError, bad_request, context_too_long, method_not_allowed
 from server.router.generate import Generator, Job, Output, new_id
 from server.router.http import (
     KV_HEADER,
     EventStream,
     close_stream,
+    count_sequences,
     error_response,
     json_response,
     read_body,
@@ -102,22 +103,22 @@ class Api:
     async def completions(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.CompletionRequest)
         model = self._find(request.model)
-        prepare = self._prepare.completions(request)
-        job = _job(http, request, new_id("cmpl"), "/v1/completions", model)
+        prepare, num_prompts = self._prepare.completions(request)
+        job = _job(http, request, new_id("cmpl"), "/v1/completions", model, num_prompts)
         return await self._answer(http, job, prepare, CompletionFormat(job, self._text, _wants_timing(http)))
 
     async def responses(self, http: Request) -> Response:
         asked = openai.decode(await read_body(http), ResponsesRequest)
         model = self._find(asked.model)
         try:
-            request, conversation = to_chat(asked, self._store)
+            request, conversation = to_chat(asked, self._store, tenant(http))
             prepare, use = self._prepare.chat(request)
         except ApiError as error:
             raise renamed(error) from error
         job = _job(http, request, new_id("resp", "_"), "/v1/responses", model)
         form = ResponseFormat(job, self._text, _wants_timing(http), asked, use, self._prepare.style)
         if asked.store is not False:
-            form.on_done = lambda body: self._store.add([*conversation, form.as_message()], body)
+            form.on_done = lambda body: self._store.add(job.tenant, [*conversation, form.as_message()], body)
         try:
             return await self._answer(http, job, prepare, form)
         except ApiError as error:
@@ -125,18 +126,19 @@ class Api:
 
     async def kept_response(self, http: Request) -> Response:
         name = http.path_params["name"]
-        kept = self._store.get(name)
+        kept = self._store.get(tenant(http), name)
         if http.method == "GET":
             return json_response(kept.body)
         if http.method == "POST":  # an action such as /compact, which is not served
-            raise ApiError(405, "Method Not Allowed")
-        self._store.remove(name)
+            raise method_not_allowed("GET, DELETE")
+        self._store.remove(tenant(http), name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     def _chat_format(self, job: Job, use: ToolUse | None, http: Request) -> ChatFormat:
         return ChatFormat(job, self._text, _wants_timing(http), use, self._prepare.style)
 
     async def _answer(self, http: Request, job: Job, prepare: Prepare, form: Format) -> Response:
+        count_sequences(http, job.num_sequences)
         if not job.request.stream:
             body = await until_disconnect(http.receive, self._whole(job, prepare, form))
             return json_response(body, headers=_handle(job))
@@ -157,7 +159,7 @@ class Api:
                 for output in batch:
                     job.completion_tokens += len(output.delta.ids)
                     form.add(output)
-        return form.body()
+        return await asyncio.to_thread(form.body) if job.is_long else form.body()
 
     async def _events(
         self, job: Job, prepare: Prepare, form: Format, late: asyncio.Event
@@ -191,8 +193,11 @@ class Api:
         self._find(request.model)
         if request.tokens is None:
             raise bad_request("tokens", "tokens: required")
+        if len(request.tokens) > self._text.max_len:
+            raise context_too_long(self._text.max_len, len(request.tokens), "tokens")
         checks.check_ids("tokens", request.tokens, self._text.vocab_size)
-        return json_response({"prompt": self._text.decode(request.tokens, skip_special=False)})
+        (text,) = await self._text.decode_all([request.tokens])
+        return json_response({"prompt": text})
 
 
 def build(routes: list[Route]) -> Starlette:
@@ -225,6 +230,8 @@ def _as_api_error(error: Exception) -> ApiError:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return error_response(method_not_allowed((error.headers or {}).get("Allow", "")))
     return error_response(
         ApiError(error.status_code, error.detail, code="not_found" if error.status_code == 404 else None)
     )
@@ -234,13 +241,14 @@ async def _unhandled(_: Request, error: Exception) -> Response:
     return error_response(_as_api_error(error))
 
 
-def _job(http: Request, request: openai.Request, name: str, endpoint: str, model: str) -> Job:
+def _job(http: Request, request: openai.Request, name: str, endpoint: str, model: str, num_prompts: int = 1) -> Job:
     return Job(
         request,
         name,
         request_id(http),
         endpoint,
         model,
+        num_prompts,
         tenant=tenant(http),
         traceparent=http.headers.get("traceparent", ""),
         handle=http.headers.get(KV_HEADER, ""),

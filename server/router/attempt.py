@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from server.errors import PdctlError
 from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
@@ -71,6 +72,10 @@ class Plan:
     def again(self) -> "Plan":
         """For one more output of the same prompt, once it is read: next to nothing of it is left to read."""
         return replace(self, num_to_read=1, num_uncached=1)
+
+
+class Refused(PdctlError):
+    """The request's own terms leave no token to go on with: its grammar has run into a limit."""
 
 
 class Attempt:
@@ -151,7 +156,8 @@ class Attempt:
                 worker.send(Abort(self.id, "left"))
 
     async def more(self) -> bool:
-        """Waits until `next` has a token; False when the sequence is over. Raises ApiError when it cannot go on."""
+        """Waits until `next` has a token; False when the sequence is over. Raises ApiError when it cannot go on, and
+        Refused when it could nowhere."""
         while self._next not in self._ahead:
             if self.reason and not self._ahead:
                 return False
@@ -209,6 +215,8 @@ class Attempt:
             record.prefill_stages = done.stages
         if done.reason == "error":
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
+        if done.reason == "refused":
+            raise Refused(done.message)
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
 

@@ -2,7 +2,7 @@
 
 1. A route is `pd` (a prefill and a decode worker) or one worker that does it all; a probe has to prove it first.
 2. `Dispatcher.choose` picks one for a prompt; `open` makes an `Attempt` on it.
-3. `admit` counts who waits for a first token, and says no early: 429 with Retry-After.
+3. `admit` counts the sequences that wait for a first token, and says no early: 429 with Retry-After.
 """
 
 import asyncio
@@ -181,11 +181,12 @@ class Dispatcher:
     def in_flight(self) -> int:
         return self.waiting + self.running
 
-    def admit(self) -> None:
-        """One more request waits for its first token. Raises ApiError 429 when `queue_high` of them do already."""
+    def admit(self, count: int) -> None:
+        """A request of `count` sequences, each of which waits for its first token. Raises ApiError 429 when
+        `queue_high` do already; under that a request gets in whole, so that a large one is not passed over for ever."""
         if self.waiting >= self.queue_high:
             raise overloaded(self.waiting, self._retry_after_s())
-        self.waiting += 1
+        self.waiting += count
         self.idle.clear()
 
     def note_first_token(self) -> None:
@@ -193,12 +194,10 @@ class Dispatcher:
         self.running += 1
         self._first_tokens.append(time.monotonic())
 
-    def leave(self, *, has_first: bool) -> None:
-        """The request that `admit` let in is over."""
-        if has_first:
-            self.running -= 1
-        else:
-            self.waiting -= 1
+    def leave(self, count: int, num_begun: int) -> None:
+        """The request that `admit` let in is over; so many of its sequences had their first token."""
+        self.running -= num_begun
+        self.waiting -= count - num_begun
         if not self.in_flight:
             self.idle.set()
 

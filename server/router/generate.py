@@ -1,7 +1,7 @@
 """From a checked request to a stream of outputs: one coroutine owns a request and all its sequences.
 
-1. `Generator.outputs` takes a place in the queue (429 when there is none) and prepares the job: template, tokens,
-   lengths (400).
+1. `Generator.outputs` takes a place in the queue for each choice (429 when there is none) and prepares the job:
+   template, tokens, lengths (400).
 2. Each choice is one sequence: a route, an attempt, a decoder. Several choices run at once and interleave.
 3. Whatever ends it (the last token, an error, the client gone) leaves through `finally`: the attempts abort what is
    left on the workers, the place is given back, records and metrics are written.
@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from server.metrics import RouterMetrics
-from server.router.attempt import Attempt
+from server.router import structured
+from server.router.attempt import Attempt, Refused
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, context_too_long
 from server.router.openai import Bounds, Request, pick_seed, sampling
@@ -30,6 +31,8 @@ from server.router.worker import Worker
 from server.sequence import SamplingParams, Token
 
 logger = logging.getLogger(__name__)
+
+LONG = 2000  # tokens
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Job:
     request_id: str
     endpoint: str
     model: str
+    num_prompts: int = 1
     arrival: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(default_factory=list)
@@ -75,12 +79,23 @@ class Job:
     bounds: Bounds = field(default_factory=Bounds)
     prompt_logprobs: dict[int, tuple[Token, ...]] = field(default_factory=dict)  # by prompt, from its second token on
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
+    echo_offsets: list[list[int]] = field(default_factory=list)  # by prompt, where its tokens begin; with logprobs
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
     tenant: str = ""  # whose key it came with
     traceparent: str = ""
     handle: str = ""  # of the conversation's last turn, if the client sent one
     workers: list[Worker] = field(default_factory=list)  # that give the output
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.request.num_choices
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its body is so much to write that the streams of others would notice."""
+        tells_prompt = bool(self.echoes) or self.request.num_prompt_logprobs >= 0
+        return self.completion_tokens + (self.prompt_tokens if tells_prompt else 0) > LONG
 
     @property
     def next_handle(self) -> str:
@@ -129,11 +144,11 @@ class Generator:
         """Raises ApiError. Close it to end the request."""
         dispatcher = self._dispatcher
         try:
-            dispatcher.admit()
+            dispatcher.admit(job.num_sequences)
         except ApiError as error:
             self._stats.request_over(str(error.status))
             raise
-        has_first = False
+        begun: set[int] = set()
         status = "cancelled"
         try:
             await prepare(job)
@@ -141,20 +156,22 @@ class Generator:
             self._begin(job)
             async with aclosing(self._choices(job)) as outputs:
                 async for batch in outputs:
-                    if not has_first:
-                        has_first = True
+                    for index in {output.index for output in batch} - begun:
+                        begun.add(index)
                         dispatcher.note_first_token()
                     yield batch
             status = "200"
         except ApiError as error:
             status = str(error.status)
             raise
+        except Refused as error:
+            status = "400"
+            raise structured.refused(job.bounds.field, error.message, "grammar_limit") from error
         finally:
-            dispatcher.leave(has_first=has_first)
+            dispatcher.leave(job.num_sequences, len(begun))
             self._end(job, status)
 
     def _begin(self, job: Job) -> None:
-        count = len(job.prompts) * job.request.num_choices
         job.records = [
             Record(
                 arrival=job.arrival,
@@ -163,7 +180,7 @@ class Generator:
                 endpoint=job.endpoint,
                 stats=self._stats,
             )
-            for _ in range(count)
+            for _ in range(job.num_sequences)
         ]
         self._recent.add(job.id, job.request_id, job.records)
 

@@ -3,7 +3,7 @@
 1. `Keys.check` says whose request it is, or 401. One key a line; blank lines and # comments are skipped.
 2. A file that cannot be read, or holds no key, while the router runs changes nothing: the keys known before stay.
 3. `AdminKeys` lets a view key read, and refuses it everything else.
-4. `Quota` counts what each key has in flight, and says 429 over the limit.
+4. `Quota` counts the sequences that each key has in flight, and says 429 over the limit.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from server.errors import StartError
-from server.router.errors import ApiError
+from server.router.errors import ApiError, bad_request
 from server.viewing import view_twin
 
 logger = logging.getLogger(__name__)
@@ -114,28 +114,49 @@ class AdminKeys:
 
 
 class Quota:
-    """Requests in flight by key."""
+    """Sequences in flight by key: a request counts as one until it is read, then as its prompts times n."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._counts: Counter[str] = Counter()
+        self.most = most
+        self.counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def hold(self, key: str) -> Iterator[None]:
+    def hold(self, key: str) -> Iterator["Held"]:
         """Raises ApiError 429."""
-        if not self._most or not key:
-            yield
-            return
-        if self._counts[key] >= self._most:
-            message = f"this API key has {self._most} requests in flight, as many as it may"
-            raise ApiError(429, message, kind="rate_limit_error", code="key_limit", retry_after_s=1)
-        self._counts[key] += 1
+        held = Held(self, key if self.most else "")
+        held.grow(1)
         try:
-            yield
+            yield held
         finally:
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
+            held.release()
+
+
+class Held:
+    """What one request holds of its key's quota; without a key nothing is counted."""
+
+    def __init__(self, quota: Quota, key: str) -> None:
+        self._quota = quota
+        self._key = key
+        self._count = 0
+
+    def grow(self, count: int) -> None:
+        """To `count` sequences. Raises ApiError 429, and 400 when the key may never have as many."""
+        if not self._key:
+            return
+        most, counts = self._quota.most, self._quota.counts
+        if count > most:
+            raise bad_request("n", f"n: prompts times n make {count} sequences, and this API key may have {most}")
+        if counts[self._key] - self._count + count > most:
+            message = f"this API key has {counts[self._key]} sequences in flight and may have {most}"
+            raise ApiError(429, message, kind="rate_limit_error", code="key_limit", retry_after_s=1)
+        counts[self._key] += count - self._count
+        self._count = count
+
+    def release(self) -> None:
+        if self._count:
+            self._quota.counts[self._key] -= self._count
+            if not self._quota.counts[self._key]:
+                del self._quota.counts[self._key]
 
 
 def _given(headers: Headers) -> bytes:

@@ -12,7 +12,7 @@ import msgspec
 
 from server.router.errors import ApiError
 from server.router.generate import Job, Output
-from server.router.text import Piece, Text, offsets
+from server.router.text import Piece, Text
 from server.sequence import Token
 
 LOWEST_LOGPROB = -9999.0
@@ -280,12 +280,11 @@ class CompletionFormat(Format):
         """Of the prompt's tokens; nothing says how likely the first one was."""
         ids = self._prompt_ids(index)
         known = self._job.prompt_logprobs.get(self._which(index), ())
-        echo = self._echo(index)
         return {
             "tokens": [self._piece(i)[0] for i in ids],
             "token_logprobs": [None, *(max(token.logprob, LOWEST_LOGPROB) for token in known)],
             "top_logprobs": [None, *(self._top(token.id, token.logprob, token.top) for token in known)],
-            "text_offset": offsets(self._text, ids, echo),
+            "text_offset": self._job.echo_offsets[self._which(index)],
         }
 
     def _top(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, float]:

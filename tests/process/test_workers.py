@@ -14,6 +14,7 @@ import pytest
 from server.boot import Boot
 from server.card import text_facts
 from server.config import Config
+from server.grammar import json_grammar
 from server.messages import (
     Abort,
     AbortAck,
@@ -289,6 +290,24 @@ async def test_decode_goes_on_when_prefill_is_killed(workers: Workers, tiny_mode
     await workers.start("prefill-0")
     await workers.linked()
     assert (await workers.run(prompts[0], GREEDY))[0] == expected[0]
+
+
+async def test_a_costly_grammar_stops_nobody(workers: Workers) -> None:
+    """It takes long to build, and long is many steps: they are not waited for one after the other."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(3000)}}
+    bound = SamplingParams(max_tokens=1, temperature=0.0, grammar=json_grammar(schema))
+    stream, late = workers.new_id(), workers.new_id()
+    workers.send("decode-0", Prefill(stream, [5] * 20, SamplingParams(max_tokens=3000, temperature=0.0)))
+    await workers.event(stream)
+    workers.send("decode-0", Prefill(late, [6] * 20, bound))
+    _, event = await workers.event(late)
+    assert event.index == 0
+    between = workers.events[stream].qsize()
+    assert between > 10, "tokens of the stream that came meanwhile"
+    workers.send("decode-0", Abort(stream))
+    # Once it is built, it is there for the next one, on the way through prefill too.
+    output, dones = await workers.run([7] * 40, bound)
+    assert (len(output), dones[0].reason) == (1, "length")
 
 
 async def test_a_client_that_does_not_read_gives_its_memory_away(workers: Workers, tiny_model_dir: Path) -> None:

@@ -99,6 +99,21 @@ async def test_requests_in_flight_by_key(start: Start, tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
 
 
+async def test_choices_count_for_their_key(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a\nb\n")
+    router = {"api_key_file": str(tmp_path / "keys"), "key_max_requests": 4}
+    cluster = await start(colocated=1, router=router)
+    cluster.colocated.stepwise = True
+    held = asyncio.create_task(cluster.complete(bearer("a"), prompt=["one", "two", "three"]))
+    await cluster.colocated.saw(Prefill, 3)
+    assert check_error(await cluster.complete(bearer("a"), n=2), 429)["code"] == "key_limit"
+    one = asyncio.create_task(cluster.complete(bearer("a")))
+    assert check_error(await cluster.complete(bearer("b"), prompt=["x"] * 3, n=2), 400)["param"] == "n", "never"
+    cluster.colocated.step(1000)
+    assert [(await task).status for task in (held, one)] == [200, 200]
+    assert (await cluster.complete(bearer("a"), n=4)).status == 200
+
+
 async def test_origins(start: Start, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a\n")
     page = "https://page.example"

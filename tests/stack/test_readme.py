@@ -68,7 +68,9 @@ def test_sdk(stack: Running, capsys: pytest.CaptureFixture[str]) -> None:
     code = code.replace("http://127.0.0.1:8000", stack.url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 10
+    answer, _, record = done.stdout.rpartition("{'path': 'pd'")
+    assert len(answer) > 10
+    assert "'first_token_ms': " in record
 
 
 def test_make_is_run_by_ci() -> None:
