@@ -17,10 +17,10 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install model check format test test-again test-long test-gpu test-clients bench-engine demo clean
+.PHONY: help install model check format test test-again test-long test-gpu test-clients bench-engine bench-router demo clean
 
 help:
-	@echo "make install | model | check | format | test | test-long | test-gpu | test-clients | bench-engine | demo | clean"
+	@echo "make install | model | check | format | test | test-long | test-gpu | test-clients | bench-engine | bench-router | demo | clean"
 
 install: $(installed) model
 
@@ -61,6 +61,9 @@ test-gpu: $(installed)
 test-clients: $(installed)
 	test -z "$(installed)" || $(bin)/python -m pip install --quiet -e '.[clients]'
 	$(bin)/python -m pytest -m clients --timeout 300
+
+bench-router: $(installed)
+	$(bin)/python bench/router.py --check
 
 bench-engine: $(installed)
 	$(bin)/python bench/engine.py --profile

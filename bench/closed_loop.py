@@ -1,14 +1,16 @@
-"""The closed loop of the tables in docs/benchmarks.md against one stack: random token-id prompts, 128 output tokens.
+"""The closed loop of the tables in docs/benchmarks.md: random token-id prompts, 128 output tokens unless told.
 
 Each of `concurrency` slots sends its next request when its last one ended; the first of each slot is dropped. A cell
 `24xmix` draws four prompts of 128 tokens for each of 4096. One JSON line a cell as it goes, so that a cut run still
 counts; what the workers counted meanwhile (KV bytes over each link, use of the GPUs) stands beside what the client saw.
 
     python bench/closed_loop.py PROFILE [--label NAME] [--cells 1x128,8x1024] [--per-slot 3] [--set k=v ...]
+    python bench/closed_loop.py http://HOST:PORT,http://HOST:PORT ...     servers that run, in turn by slot
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -27,7 +29,6 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 CELLS = "1x128,1x1024,1x4096,8x1024,8x4096,32x128,32x1024,32x4096"
-OUTPUT = 128
 
 
 @dataclass
@@ -65,11 +66,11 @@ class Sample:
         return max(0.0, float(ready - end)) / max(1e-3, float(end - start))
 
 
-async def one(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Sample:
+async def one(client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> Sample:
     body = {
         "model": model,
         "prompt": prompt,
-        "max_tokens": OUTPUT,
+        "max_tokens": tokens,
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
@@ -85,7 +86,7 @@ async def one(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Sampl
                     raise RuntimeError(line)
                 sample.times += [now] * sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
                 sample.stages = event.get("pdctl") or sample.stages
-    assert len(sample.times) == OUTPUT, f"{len(sample.times)} tokens came"
+    assert len(sample.times) == tokens, f"{len(sample.times)} tokens came"
     return sample
 
 
@@ -95,18 +96,23 @@ def lengths_of(kind: str, rng: random.Random, count: int) -> list[int]:
     return rng.choices((128, 4096), (4, 1), k=count)
 
 
-async def cell(url: str, model: str, vocab: int, name: str, per_slot: int) -> dict[str, Any]:
+async def cell(urls: list[str], model: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """`name`: concurrency, x, prompt length or "mix"."""
     concurrency, kind = int(name.split("x", 1)[0]), name.split("x", 1)[1]
     rng = random.Random(name)
     limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=600, limits=limits)) for url in urls
+        ]
 
-        async def slot() -> list[Sample]:
-            lengths = lengths_of(kind, rng, per_slot + 1)
-            return [await one(client, model, [rng.randrange(10, vocab) for _ in range(n)]) for n in lengths]
+        async def slot(client: httpx.AsyncClient) -> list[Sample]:
+            prompts = [
+                [rng.randrange(10, args.vocab) for _ in range(n)] for n in lengths_of(kind, rng, args.per_slot + 1)
+            ]
+            return [await one(client, model, prompt, args.tokens) for prompt in prompts]
 
-        slots = await asyncio.gather(*(slot() for _ in range(concurrency)))
+        slots = await asyncio.gather(*(slot(clients[i % len(clients)]) for i in range(concurrency)))
     return {"cell": name, **summary([sample for slot in slots for sample in slot[1:]])}
 
 
@@ -154,7 +160,7 @@ class Counters:
         ) if shutil.which("nvidia-smi") else None  # fmt: skip
 
     def _read(self) -> tuple[float, float]:
-        text = httpx.get(f"{self._url}/metrics").text
+        text = httpx.get(f"{self._url}/metrics").text  # another server's has none of these
         lines = [line for line in text.splitlines() if line.startswith("pdctl_kv_link_")]
         of = {name: sum(float(x.rsplit(" ", 1)[1]) for x in lines if name in x) for name in ("bytes", "seconds")}
         return of["bytes"], of["seconds"]
@@ -182,7 +188,8 @@ class Counters:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("profile")
+    parser.add_argument("profile", help="or the addresses of servers, with commas between")
+    parser.add_argument("--tokens", type=int, default=128, help="of output")
     parser.add_argument("--label", default="", help="stands in each line")
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--per-slot", type=int, default=3)
@@ -191,6 +198,9 @@ def main() -> int:
     parser.add_argument("--logs", help="a folder that the workers' logs are copied to")
     parser.add_argument("-o", "--output", help="a file for the JSON lines, beside stdout")
     args = parser.parse_args()
+    if args.profile.startswith("http"):
+        measure(args.profile.split(","), args)
+        return 0
     with tempfile.TemporaryDirectory() as state:
         env = os.environ | {"PDCTL_STATE_DIR": state, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         pdctl = [sys.executable, "-P", "-m", "pdctl"]
@@ -199,9 +209,7 @@ def main() -> int:
         try:
             out = subprocess.run([*pdctl, "env"], env=env, check=True, capture_output=True, text=True).stdout
             url = next(x.split("=", 1)[1].strip("'\"") for x in out.splitlines() if "OPENAI_BASE_URL=" in x)
-            url = url.removesuffix("/v1")
-            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-            measure(url, model, args)
+            measure([url.removesuffix("/v1")], args)
         finally:
             if args.logs:
                 shutil.copytree(next(Path(state).glob("*/logs")), args.logs, dirs_exist_ok=True)
@@ -209,10 +217,11 @@ def main() -> int:
     return 0
 
 
-def measure(url: str, model: str, args: argparse.Namespace) -> None:
+def measure(urls: list[str], args: argparse.Namespace) -> None:
+    model = httpx.get(f"{urls[0]}/v1/models").json()["data"][0]["id"]
     for name in args.cells.split(","):
-        counters = Counters(url)
-        result = asyncio.run(cell(url, model, args.vocab, name, args.per_slot))
+        counters = Counters(urls[0])
+        result = asyncio.run(cell(urls, model, name, args))
         line = json.dumps({"label": args.label, **result, **counters.end()})
         print(line, flush=True)
         if args.output:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pdctl.exits import Refused, Unreachable
 from pdctl.rundir import Stack, StackDir
 from server.errors import PdctlError
+from server.viewing import view_twin
 
 CHUNK = 1 << 16
 
@@ -95,21 +96,27 @@ def _refusal(status: int, value: Any) -> PdctlError:
     return Answered(status, message)
 
 
-def admin(stack_dir: StackDir, stack: Stack, *, timeout_s: float = 10.0) -> Client:
-    """A client with the admin key: the profile's file, else the per-stack secret."""
+def admin(stack_dir: StackDir, stack: Stack, *, timeout_s: float = 10.0, is_view: bool = False) -> Client:
+    """A client with the admin key: the profile's file, else the per-stack secret. `is_view`: it may only read."""
     file = stack.profile.get("router", {}).get("admin_key_file")
     path = Path(file).expanduser() if file else stack_dir.secret_file
     try:
-        key = path.read_text().strip()
+        key = first_key(path)
     except OSError as error:
         raise Unreachable(f"the admin key cannot be read: {error}") from error
-    return Client(stack.url, key, timeout_s=timeout_s)
+    return Client(stack.url, view_twin(key.encode()).decode() if is_view else key, timeout_s=timeout_s)
+
+
+def first_key(path: Path) -> str:
+    """Of a key file: one key a line, blank lines and # comments between them. Raises OSError."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 def api_key(stack: Stack) -> str:
     """What OpenAI clients are to send; never empty, for they refuse an empty one before they ask the server."""
     file = stack.profile.get("router", {}).get("api_key_file")
-    return Path(file).expanduser().read_text().strip() if file else "none-needed"
+    return first_key(Path(file).expanduser()) if file else "none-needed"
 
 
 def openai(stack: Stack, *, timeout_s: float = 120.0) -> Client:

@@ -7,6 +7,7 @@
 A finding is ok, a warning (it works, worse than it could) or a failure (exit 5).
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -15,7 +16,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from server.errors import PdctlError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "msgspec", "starlette", "zstandard")
 MIN_MEMORY, MIN_SHM, MIN_MEMLOCK = 2 * 2**30, 256 * 2**20, 256 * 2**20
-# Of a plain copy: one-sided writes copy once, sockets twice and through the kernel.
+# Of a plain copy: one-sided writes copy once, sockets twice and through the kernel. Beside that, a chunk has a price.
 SHOULD_GIVE = {"nixl": 0.5, "tcp": 0.15}
+SHOULD_START_MS = 2.0
+SIZES = {"64KiB": 64 * 2**10, "1MiB": 2**20, "64MiB": 64 * 2**20}
 SHM = "/dev/shm"  # noqa: S108
 PROBE_TIMEOUT_S = 90.0
 DEFAULT_PORT = 8000
@@ -91,7 +94,7 @@ def machine() -> list[Finding]:
     return [cores, gpus, memory]
 
 
-def limits(environ: "os._Environ[str] | dict[str, str]", has_gpus: bool | None = None) -> list[Finding]:
+def limits(environ: Mapping[str, str], has_gpus: bool | None = None) -> list[Finding]:
     """What NIXL and CUDA meet when they register and share memory."""
     has_gpus = bool(Machine.here().gpus) if has_gpus is None else has_gpus
     return [_memlock(has_gpus), _shm(), _ptrace(), _pid_namespace(), _allocator(environ)]
@@ -140,7 +143,7 @@ def _pid_namespace() -> Finding:
     return Finding("pid namespace", "ok", f"{mine}; workers in other containers of this host need --pid=host")
 
 
-def _allocator(environ: "os._Environ[str] | dict[str, str]") -> Finding:
+def _allocator(environ: Mapping[str, str]) -> Finding:
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in environ.get(key, "").lower().replace(" ", ""):
             return Finding("allocator", "fail", f"{key} asks for expandable_segments", f"unset {key}: it breaks NIXL")
@@ -186,12 +189,16 @@ def transports(measured: dict[str, Any]) -> list[Finding]:
             found.append(Finding(name, "warn" if name == "nixl" else "fail", missing, fix))
             continue
         shown = ", ".join(f"{size} {sizes[size]['ms']:.2f} ms {sizes[size]['MBps']:.0f} MB/s" for size in sizes)
-        share = sizes["64MiB"]["MBps"] / copy
-        shown += f"; {share:.0%} of a plain copy ({copy:.0f} MB/s)"
-        is_slow = share < SHOULD_GIVE[name]
-        fix = "look for other load; for nixl see ptrace and /dev/shm above" if is_slow else ""
-        found.append(Finding(name, "warn" if is_slow else "ok", shown, fix))
+        shown += f"; {sizes['64MiB']['MBps'] / copy:.0%} of a plain copy ({copy:.0f} MB/s)"
+        slow = [size for size in sizes if _is_slow(SIZES[size] / 1e6, sizes[size]["MBps"], copy * SHOULD_GIVE[name])]
+        fix = f"{', '.join(slow)} should be quicker: look for other load; for nixl see ptrace and {SHM} above"
+        found.append(Finding(name, "warn" if slow else "ok", shown, fix if slow else ""))
     return found
+
+
+def _is_slow(megabytes: float, rate: float, should_give: float) -> bool:
+    """Whether so many MB at `rate` MB/s take longer than at what the link should give, and a start."""
+    return megabytes / rate > megabytes / should_give + SHOULD_START_MS / 1e3
 
 
 def compression(measured: dict[str, Any]) -> list[Finding]:
@@ -225,9 +232,33 @@ def running(root: Path) -> list[Finding]:
         level = "ok" if code is Exit.OK else "warn"
         fix = "" if code is Exit.OK else f"pdctl status {stack_dir.name}; pdctl logs -n {stack_dir.name}"
         found.append(Finding(f"stack {stack_dir.name}", level, value["state"], fix))
+        found += _namespaces(stack_dir.name, [process["pid"] for process in value["processes"] if process["pid"]])
+        if (stack := stack_dir.read()) is not None:
+            found += _environments(stack_dir.name, stack.profile)
         for process in value["processes"]:
             found += _process(stack_dir.name, process)
     return found
+
+
+def _namespaces(stack: str, pids: list[int]) -> list[Finding]:
+    """Processes of one stack that see no common process ids cannot share memory."""
+    spaces = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # gone, or another user's
+            spaces.add(os.readlink(f"/proc/{pid}/ns/pid"))
+    if len(spaces) < 2:
+        return []
+    shown = f"processes in {len(spaces)} pid namespaces: {', '.join(sorted(spaces))}"
+    return [
+        Finding(f"{stack} pid namespaces", "warn", shown, "start its containers with --pid=host, or in one container")
+    ]
+
+
+def _environments(stack: str, profile: dict[str, Any]) -> list[Finding]:
+    """What a pool's own environment asks of the allocator."""
+    pools = {role: (profile.get(role) or {}).get("env") or {} for role in ("prefill", "decode", "colocated")}
+    found = [(role, _allocator(env)) for role, env in pools.items()]
+    return [Finding(f"{stack} {role}.env", f.level, f.found, f.fix) for role, f in found if f.level != "ok"]
 
 
 def _process(stack: str, process: dict[str, Any]) -> list[Finding]:

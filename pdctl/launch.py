@@ -4,7 +4,8 @@
    container that owns cores 4 and 5, `cpus = [0]` is core 4.
 2. Router, supervisor and helpers share the prefill cores, so that the decode cores are left to decode alone. Colocated
    workers share all with everybody.
-3. A machine with one core runs any CPU profile on it, with a warning; otherwise a number that is not there is refused.
+3. Of a profile with `hosts` only the part of this machine is started: the host whose address is one of its own.
+4. A machine with one core runs any CPU profile on it, with a warning; otherwise a number that is not there is refused.
 """
 
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from server.config import Config, WorkerSpec
+from server.config import Config, Host, WorkerSpec
 from server.errors import ConfigError, StartError
 
 # Temporaries of a decode step cross malloc's default threshold; a fresh mmap for each costs more than the arithmetic.
@@ -38,11 +39,13 @@ class Machine:
     cpus: tuple[int, ...]
     gpus: tuple[str, ...]
     memory: int
+    addresses: frozenset[str] = frozenset()
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> "Machine":
         cpus = tuple(sorted(os.sched_getaffinity(0)))
-        return cls(cpus, _visible_gpus(environ), psutil.virtual_memory().available)
+        addresses = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
+        return cls(cpus, _visible_gpus(environ), psutil.virtual_memory().available, frozenset(addresses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +79,50 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every process of a stack, and what a reader should know before it starts."""
+    """Every process of a stack on this machine, and what a reader should know before it starts."""
 
-    router: Launch
+    router: Launch | None
     workers: tuple[Launch, ...]
     helpers: tuple[int, ...]
     warnings: tuple[str, ...]
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        return (*self.workers, self.router)
+        return self.workers if self.router is None else (*self.workers, self.router)
 
 
 def plan(config: Config, machine: Machine) -> Plan:
-    """Raises StartError when a core or GPU is asked for that is not there."""
+    """Raises StartError when a core or GPU is asked for that is not there, or no host is this machine."""
     warnings: list[str] = []
-    workers = tuple(_worker(spec, config, machine, warnings) for spec in config.workers)
+    host = host_here(config, machine)
+    specs = [spec for spec in config.workers if host is None or spec.name in host.workers]
+    workers = tuple(_worker(spec, config, machine, warnings) for spec in specs)
     helpers = _helper_cpus(workers, machine)
     warnings += _overlaps(workers)
-    return Plan(Launch("router", "router", cpus=helpers), workers, helpers, tuple(warnings))
+    router = Launch("router", "router", cpus=helpers) if host is None or host.router else None
+    return Plan(router, workers, helpers, tuple(warnings))
+
+
+def host_here(config: Config, machine: Machine) -> Host | None:
+    """The profile's host that this machine is; None when it names none. Raises StartError."""
+    if not config.hosts:
+        return None
+    found = [host for host in config.hosts.values() if machine.addresses & _resolved(host.address)]
+    if len(found) != 1:
+        named = ", ".join(f"{name} ({host.address})" for name, host in config.hosts.items())
+        raise StartError(
+            f"{len(found) or 'none'} of the profile's hosts is this machine: {named}",
+            code="E_HOST",
+            help=f"this machine has {', '.join(sorted(machine.addresses))}",
+        )
+    return found[0]
+
+
+def _resolved(address: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
+    except OSError:
+        return {address}
 
 
 def _worker(spec: WorkerSpec, config: Config, machine: Machine, warnings: list[str]) -> Launch:
@@ -205,8 +233,10 @@ def _describe(pid: int) -> str:
 
 def check_keys(config: Config) -> None:
     """Key files exist, are not empty and are nobody else's to read. Raises ConfigError."""
-    for key in ("api_key_file", "admin_key_file"):
-        value = getattr(config.router, key)
+    files = {
+        f"router.{key}": getattr(config.router, key) for key in ("api_key_file", "admin_key_file", "view_key_file")
+    }
+    for key, value in {**files, "secret_file": config.secret_file}.items():
         if value is None:
             continue
         path = Path(value).expanduser()
@@ -214,10 +244,8 @@ def check_keys(config: Config) -> None:
             mode = path.stat().st_mode
             is_empty = not path.read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"router.{key}: {path}: {error.strerror}", code="E_KEY_FILE") from error
+            raise ConfigError(f"{key}: {path}: {error.strerror}", code="E_KEY_FILE") from error
         if mode & 0o077:
-            raise ConfigError(
-                f"router.{key}: {path} can be read by others", code="E_KEY_FILE", help=f"chmod 600 {path}"
-            )
+            raise ConfigError(f"{key}: {path} can be read by others", code="E_KEY_FILE", help=f"chmod 600 {path}")
         if is_empty:
-            raise ConfigError(f"router.{key}: {path} is empty", code="E_KEY_FILE")
+            raise ConfigError(f"{key}: {path} is empty", code="E_KEY_FILE")

@@ -100,15 +100,17 @@ def follow(
 ) -> Iterator[Line]:
     """New lines as they come, over rotations, until `is_over`."""
     followers = [Follower(process, file) for process, file in files]
-    while True:
-        ended = is_over()
-        for follower in followers:
-            yield from follower.new()
-        if ended:
+    try:
+        ended = False
+        while not ended:
+            ended = is_over()
             for follower in followers:
-                follower.close()
-            return
-        pause(0.2)
+                yield from follower.new()
+            if not ended:
+                pause(0.2)
+    finally:
+        for follower in followers:
+            follower.close()
 
 
 class Follower:

@@ -7,6 +7,7 @@
 """
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,8 +90,11 @@ def parse_set(text: str) -> tuple[KeyPath, Any]:
     """'decode.cpus=[1]' -> (("decode", "cpus"), [1]); what is no TOML value is a plain string."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
-        raise ConfigError(f"--set {text}: expected section.key=value", help="for example --set router.port=0")
-    return tuple(key.strip().split(".")), parse_value(value.strip())
+        raise ConfigError(f"{text}: expected section.key=value", help="for example router.queue_high=80")
+    parsed = parse_value(value.strip())
+    if isinstance(parsed, float) and not math.isfinite(parsed):
+        raise ConfigError(f"{text}: expected a finite number")
+    return tuple(key.strip().split(".")), parsed
 
 
 def parse_value(text: str) -> Any:

@@ -85,7 +85,7 @@ def _allowed(annotation: Any) -> str:
     if origin is list:
         return f"a list of {'integers' if arguments[0] is int else 'strings'}"
     if origin is dict:
-        return "a table of strings"
+        return "a table of strings" if arguments[1] is str else "a table of tables"
     return {int: "an integer", float: "a number", str: "a string", bool: "true | false"}.get(annotation, "a value")
 
 
@@ -99,7 +99,7 @@ def _with_limits(kind: Any, metadata: tuple[Any, ...]) -> str:
     elif parse_seconds in parsers:
         what = "a duration such as 30s"
     elif low is not None and high is not None:
-        return f"{_number(low)}..{_number(high)}"
+        return _number(low) if low == high else f"{_number(low)}..{_number(high)}"
     if isinstance(low, int | float) and low != 0:
         return f"{what} of {_number(low)} or more"
     return what
@@ -127,7 +127,7 @@ def _problems(error: ValidationError, origins: Mapping[KeyPath, Any]) -> list[Pr
 
 def _key_path(loc: KeyPath, kind: str) -> KeyPath:
     """Without what pydantic adds about alternatives and list positions."""
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden" or loc[:1] == ("hosts",):
         return loc
     known = keys()
     return next((loc[:length] for length in range(len(loc), 0, -1) if loc[:length] in known), loc)

@@ -81,7 +81,9 @@ class Stack(msgspec.Struct):
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches the router."""
+        """Where a client on this machine reaches the router; empty where the router is on another machine."""
+        if not self.port:
+            return ""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)  # noqa: S104
         return f"http://{host}:{self.port}"
 
@@ -137,6 +139,10 @@ class StackDir:
         self.path.chmod(0o700)
         if not self.secret_file.exists():
             write_private(self.secret_file, secrets.token_hex(32).encode() + b"\n")
+
+    def use_secret(self, file: Path) -> None:
+        """Takes that of a stack over several machines, in place of its own."""
+        write_private(self.secret_file, file.read_bytes().strip() + b"\n")
 
     def read(self) -> Stack | None:
         """The last recorded state; None where there is none."""

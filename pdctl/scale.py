@@ -6,6 +6,9 @@ More    1. the profile with the new count, devices chosen for the new ones; refu
 Fewer   1. the router drains the last ones, each ends what it has
         2. the router forgets it, the process ends
 
+`pdctl role prefill-1 decode`: the last worker of one pool becomes the last of the other; its process goes on, and the
+weights stay loaded. Drained and forgotten as above, told its new role, made known to the router again.
+
 A prefill pool is not scaled up: a decode worker's landing ring is shared out among the prefill workers at its start.
 """
 
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdctl.client import Client
-from pdctl.exits import Refused, TimedOut
+from pdctl.exits import Refused, TimedOut, UsageError
 from pdctl.launch import Machine
 from server.config import Config, Role
 from server.errors import PdctlError
@@ -41,6 +44,32 @@ def resized(config: Config, role: Role, count: int, machine: Machine) -> Config:
     sections = config.model_dump(mode="json")
     sections[role] |= {"workers": count, **devices}
     return Config.model_validate(sections)
+
+
+def turned(config: Config, name: str, role: Role, max_prefill: int) -> tuple[str, Config]:
+    """What `name` is called in its new role, and `config` with it there. Raises Refused."""
+    spec = next((spec for spec in config.workers if spec.name == name), None)
+    known = ", ".join(each.name for each in config.workers)
+    if spec is None:
+        raise Refused(f"there is no worker {name}; there are: {known}", code="E_ROLE")
+    if {spec.role, role} != {"prefill", "decode"}:
+        raise Refused(f"{name} is a {spec.role} worker: only prefill and decode change places", code="E_ROLE")
+    old, new = config.pool(spec.role), config.pool(role)
+    if old.workers == 1:
+        raise Refused(f"{name} is the only {spec.role} worker", code="E_ROLE", help="pdctl scale decode=2")
+    if spec.index != old.workers - 1:
+        raise Refused(f"the last worker of a pool changes: {spec.role}-{old.workers - 1}", code="E_ROLE")
+    if role == "prefill" and new.workers + 1 > max_prefill:
+        message = f"landing rings were shared out among {max_prefill} prefill workers when they started"
+        raise Refused(message, code="E_ROLE", help="pdctl down, up with more prefill.workers")
+    sections = config.model_dump(mode="json")
+    for kind in ("gpus", "cpus"):
+        own = getattr(spec, kind)
+        sections[spec.role][kind] = getattr(old, kind)[: len(getattr(old, kind)) - len(own)]
+        sections[role][kind] = [*getattr(new, kind), *own]
+    sections[spec.role]["workers"] -= 1
+    sections[role]["workers"] += 1
+    return f"{role}-{new.workers}", Config.model_validate(sections)
 
 
 def _gpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) -> list[int]:
@@ -88,13 +117,27 @@ class Scaler:
             supervisor.use(before)
             raise
 
+    async def turn(self, name: str, role: Role) -> None:
+        """Raises PdctlError, before anything was changed or with the worker on its way to its new role."""
+        supervisor = self._supervisor
+        new_name, after = turned(supervisor.config, name, role, supervisor.max_prefill)
+        await self._forget(name)
+        supervisor.use(after)
+        await supervisor.turn_worker(name, new_name)
+        address = supervisor.address(new_name)
+        await self._tell("POST", "/admin/workers", {"name": new_name, "role": role, "address": address})
+
     async def _remove(self, name: str) -> None:
+        await self._forget(name)
+        await self._supervisor.end_worker(name)
+
+    async def _forget(self, name: str) -> None:
+        """The router lets it end what it has, and knows it no more."""
         await self._tell("POST", f"/admin/workers/{name}/drain")
         async with asyncio.timeout(DRAIN_S):
             while not await self._is_drained(name):  # noqa: ASYNC110  # it is another process: one can only ask
                 await asyncio.sleep(0.2)
         await self._tell("DELETE", f"/admin/workers/{name}")
-        await self._supervisor.end_worker(name)
 
     async def _is_drained(self, name: str) -> bool:
         workers = (await self._tell("GET", "/admin/state"))["workers"]
@@ -109,10 +152,10 @@ def _index(name: str) -> int:
 
 
 def parse(text: str) -> tuple[str, int]:
-    """'decode=2' -> ("decode", 2). Raises Refused."""
+    """'decode=2' -> ("decode", 2). Raises UsageError."""
     role, _, count = text.partition("=")
     if role not in ("prefill", "decode", "colocated") or not count.isdecimal():
-        raise Refused(f"{text}: expected POOL=COUNT, such as decode=2", code="E_USAGE")
+        raise UsageError(f"{text}: expected POOL=COUNT, such as decode=2")
     return role, int(count)
 
 

@@ -8,6 +8,7 @@ waiting -> starting -> ready -> (ended) -> restarting -> starting ...
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from server.errors import PdctlError, StartError
 # A process that said `error` is expected to end by itself.
 LAST_WORDS_S = 5.0
 MAX_EXITS = 10
+LOOK_S = 1.0
 
 
 class Slot:
@@ -43,9 +45,9 @@ class Slot:
         self.launch = launch
         self.info = info
         self.child: Child | None = None
-        self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Only the first failure of a start is raised; the others are seen here, or asyncio would complain of each.
-        self.first_ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.first_ready = self._new_future()
+        self.boot_file = Path()
+        self.status_fd = -1  # as the process knows it
         self._policy = policy
         self._spawn = spawn
         self._changed = changed
@@ -57,6 +59,22 @@ class Slot:
         self._wake = asyncio.Event()
         self._deadline = 0.0
         self._said: dict[str, Any] = {}
+
+    def turn(self, launch: Launch, log: Path) -> None:
+        """The process takes another name and role, by the boot file it has; `first_ready` says when it has."""
+        assert self.child is not None and self.is_running
+        info = self.info
+        self.launch, info.name, info.role, info.log = launch, launch.name, launch.role, str(log)
+        info.stage, info.share, info.detail, info.ready_at = f"becoming {launch.role}", 0.0, {}, 0.0
+        self.first_ready = self._new_future()
+        self._set("starting")
+        os.kill(self.child.pid, signal.SIGUSR2)  # not to its group: who is not asked would die of it
+
+    def _new_future(self) -> "asyncio.Future[None]":
+        # Only the first failure of a start is raised; the others are seen here, or asyncio would complain of each.
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
 
     @property
     def is_running(self) -> bool:
@@ -107,8 +125,13 @@ class Slot:
         child = self.child = self._spawn(self)
         info.pid, info.create_time = child.identity.pid, child.identity.create_time
         self._set("starting")
-        while not await child.wait(None if info.ready_at else 1.0):
-            if not info.ready_at and time.monotonic() > self._deadline:
+        looked = time.monotonic()
+        while not await child.wait(None if info.ready_at else LOOK_S):
+            now = time.monotonic()
+            if (late := now - looked - LOOK_S) > LOOK_S:  # this loop stood still: what was reported is not read yet
+                self._deadline += late
+            looked = now
+            if not info.ready_at and now > self._deadline:
                 limit = f"no progress for {self._ready_timeout_s:g} s"
                 self._said = self._said or {
                     "error": limit + (f" at stage {info.stage!r}" if info.stage else ""),

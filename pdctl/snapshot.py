@@ -88,8 +88,10 @@ class RouterReader:
 class Reader:
     """A stack on this host, over all its runs. One witness that is silent does not hide what the other says."""
 
-    def __init__(self, stack_dir: StackDir) -> None:
+    def __init__(self, stack_dir: StackDir, *, is_view: bool = False) -> None:
+        """`is_view`: with a key that may only read; the router then says of its knobs that they are read-only."""
         self._dir = stack_dir
+        self._is_view = is_view
         self._router = RouterReader()
         self._run_id = ""
 
@@ -115,7 +117,7 @@ class Reader:
         if router.state == "starting" and not router.stage:
             return {}, ""
         try:
-            return self._router.read(admin(self._dir, stack, timeout_s=TIMEOUT_S)), ""
+            return self._router.read(admin(self._dir, stack, timeout_s=TIMEOUT_S, is_view=self._is_view)), ""
         except PdctlError as error:
             return {}, error.message
 

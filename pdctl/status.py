@@ -32,7 +32,9 @@ def gather(stack_dir: StackDir) -> tuple[dict[str, Any], Exit]:
     states = {process.name: _state(process, stack, supervisor["state"]) for process in stack.processes}
     numbers = _numbers(stack_dir, stack) if states.get("router") == "ready" and not stack.is_over else {}
     states |= {name: _as_routed(state, numbers.get(name, {})) for name, state in states.items()}
-    processes = [_process(process, states[process.name], numbers.get(process.name, {})) for process in stack.processes]
+    here = [*stack.processes, *_elsewhere(stack, numbers)]
+    states |= {process.name: process.state for process in here if process.name not in states}
+    processes = [_process(process, states[process.name], numbers.get(process.name, {})) for process in here]
     state, code = _verdict(stack, supervisor["state"], list(states.values()))
     value = {
         "version": 1,
@@ -98,6 +100,17 @@ def _numbers(stack_dir: StackDir, stack: Stack) -> dict[str, dict[str, Any]]:
     if unproven and rows["router"]["state"] == "ready":
         rows["router"] |= {"state": "proving routes", "reason": ", ".join(unproven)}
     return rows | {str(worker.get("name")): _worker(worker) for worker in state.get("workers", [])}
+
+
+def _elsewhere(stack: Stack, numbers: dict[str, dict[str, Any]]) -> list[ProcessInfo]:
+    """Workers on other machines, of which only the router knows."""
+    hosts = stack.profile.get("hosts") or {}
+    remote = [name for host in hosts.values() for name in host["workers"] if stack.process(name) is None]
+    return [
+        ProcessInfo(name, name.partition("-")[0], state=_as_routed("ready", numbers[name]))
+        for name in remote
+        if name in numbers
+    ]
 
 
 def _worker(worker: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +214,7 @@ def _row(process: dict[str, Any]) -> list[str]:
     )
     where = [f"gpu {','.join(process['gpus'])}"] if process["gpus"] else []
     where += [f"core {','.join(map(str, process['cpus']))}"] if process["cpus"] else []
-    pid = str(process["pid"]) if process["state"] not in ("dead", "stopped", "waiting") else "-"
+    pid = str(process["pid"] or "-") if process["state"] not in ("dead", "stopped", "waiting") else "-"
     return [
         process["name"],
         process["role"],

@@ -1,5 +1,9 @@
 """`python -P -m pdctl.supervise ORDER`: the supervisor as a process. `pdctl up` becomes it, `pdctl up -d` starts it."""
 
+from pdctl.quiet import quiet_until_ready
+
+quiet_until_ready()  # until the supervisor listens for Ctrl-C itself
+
 import asyncio
 import logging
 import os

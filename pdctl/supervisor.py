@@ -17,7 +17,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class Supervisor:
         self._exit = Exit.OK
         self._write_soon: asyncio.TimerHandle | None = None
         self._scaling: asyncio.Task[None] | None = None
+        self.max_prefill = config.prefill.workers
 
     async def run(self) -> Exit:
         with self._dir.lock() as is_mine:
@@ -98,12 +100,12 @@ class Supervisor:
                 self._clean()
 
     async def _run_locked(self) -> Exit:
-        placed = self._prepare()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         loop.add_signal_handler(signal.SIGINT, self.ask_stop, Exit.INTERRUPTED, "Ctrl-C")
         loop.add_signal_handler(signal.SIGTERM, self.ask_stop, Exit.OK, "SIGTERM")
         loop.add_signal_handler(signal.SIGHUP, self.ask_stop, Exit.OK, "its terminal closed")
+        placed = self._prepare()
         server = await control.serve(self._stack.control, self._answer)
         recorder = Recorder(self._dir)
         recorder.start()
@@ -121,8 +123,11 @@ class Supervisor:
         """Everything that can be refused before a process is started. Raises StartError, ConfigError."""
         placed = plan(self._config, Machine.here())
         check_keys(self._config)
-        self._listener = listen(self._config.router.host, self._config.router.port, self._stack.name)
-        self._stack.port = self._listener.getsockname()[1]
+        if self._config.secret_file is not None:
+            self._dir.use_secret(Path(self._config.secret_file).expanduser())
+        if placed.router is not None:
+            self._listener = listen(self._config.router.host, self._config.router.port, self._stack.name)
+            self._stack.port = self._listener.getsockname()[1]
         self._stack.socket_dir = str(make_socket_dir(self._stack.run_id))
         for warning in placed.warnings:
             self._say("warning", text=warning)
@@ -208,6 +213,7 @@ class Supervisor:
         listen_fd = self._listener.fileno() if self._listener and launch.role == "router" else None
 
         def argv(status_fd: int) -> list[str]:
+            slot.boot_file, slot.status_fd = boot_file, status_fd
             self._write_boot(launch.name, boot_file, listen_fd, status_fd)
             return launch.argv(boot_file)
 
@@ -233,6 +239,7 @@ class Supervisor:
             addresses={worker.name: self.address(worker.name) for worker in self._config.workers},
             listen_fd=listen_fd,
             status_fd=status_fd,
+            max_prefill=self.max_prefill,
             run_id=self._stack.run_id,
         )
         file.touch(mode=0o600)
@@ -271,7 +278,11 @@ class Supervisor:
                 slot.restart()
                 return {"ok": True}
             case "scale":
-                return self._begin_scaling(str(request.get("role")), int(request.get("workers", 0)))
+                role, count = str(request.get("role")), int(request.get("workers", 0))
+                return self._begin_change(role, f"{role}={count}", lambda s, role: s.scale(role, count))
+            case "role":
+                worker, role = str(request.get("worker")), str(request.get("role"))
+                return self._begin_change(role, f"{worker} as {role}", lambda s, role: s.turn(worker, role))
         return {"ok": False, "error": f"unknown op {request.get('op')!r}"}
 
     # -- scaling: `scale.Scaler` says in which order -----------------------------------------------------------------
@@ -287,25 +298,31 @@ class Supervisor:
         self._write()
 
     def address(self, name: str) -> str:
-        return f"unix:{self._stack.socket_dir}/{name}.sock"
+        host = self._config.host_of(name)
+        return f"unix:{self._stack.socket_dir}/{name}.sock" if host is None else host.control(name)
 
-    def _begin_scaling(self, role: str, count: int) -> dict[str, Any]:
+    def _begin_change(
+        self, role: str, target: str, change: Callable[[Scaler, Role], Coroutine[Any, Any, None]]
+    ) -> dict[str, Any]:
         if self._stack.scaling or self._stack.state != "ready":
             busy = f"scaling to {self._stack.scaling}" if self._stack.scaling else self._stack.state
             return {"ok": False, "error": f"the stack is {busy}"}
+        if self._config.hosts:
+            return {"ok": False, "error": "a stack over several machines keeps the workers of its profile"}
         if role not in ROLES:
             return {"ok": False, "error": f"there is no pool {role!r}"}
-        self._stack.scaling, self._stack.scale_problem = f"{role}={count}", ""
-        self._scaling = asyncio.create_task(self._scale(role, count), name="scale")
+        self._stack.scaling, self._stack.scale_problem = target, ""
+        work = change(Scaler(self, admin(self._dir, self._stack)), role)
+        self._scaling = asyncio.create_task(self._change(target, work), name="scale")
         return {"ok": True}
 
-    async def _scale(self, role: Role, count: int) -> None:
+    async def _change(self, target: str, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await Scaler(self, admin(self._dir, self._stack)).scale(role, count)
-            self._say("note", text=f"scaled to {role}={count}")
+            await work
+            self._say("note", text=f"scaled to {target}")
         except (PdctlError, TimeoutError, ValueError) as error:
             self._stack.scale_problem = str(error) or type(error).__name__
-            self._say("note", text=f"not scaled to {role}={count}: {self._stack.scale_problem}")
+            self._say("note", text=f"not scaled to {target}: {self._stack.scale_problem}")
         finally:
             self._stack.scaling = ""
             self._settle()
@@ -320,6 +337,28 @@ class Supervisor:
         slot = self._slots[name]
         self._keep(slot)
         await slot.first_ready
+
+    async def turn_worker(self, name: str, new_name: str) -> None:
+        """The running process `name` goes on as `new_name`, which the configuration has; returns when it is ready.
+        Raises PdctlError, TimeoutError: then it is started anew, as `new_name` too."""
+        slot = self._slots[name]
+        launch = next(launch for launch in plan(self._config, Machine.here()).workers if launch.name == new_name)
+        if not slot.is_running:
+            raise Refused(f"{name} does not run", code="E_ROLE", help=f"pdctl restart {name}")
+        self._slots[new_name] = self._slots.pop(name)
+        for keeper in self._keepers:
+            if keeper.get_name() == name:
+                keeper.set_name(new_name)
+        log = self._dir.rotate_log(new_name)
+        self._dir.log(name).rename(log)
+        self._write_boot(new_name, slot.boot_file, None, slot.status_fd)
+        slot.turn(replace(launch, cpus=slot.launch.cpus, gpus=slot.launch.gpus), log)
+        try:
+            async with asyncio.timeout(self._config.supervise.ready_timeout):
+                await asyncio.shield(slot.first_ready)
+        except TimeoutError:
+            slot.restart()
+            raise
 
     async def end_worker(self, name: str) -> None:
         """Ends it for good."""
@@ -337,9 +376,15 @@ class Supervisor:
         if self._scaling is not None:
             self._scaling.cancel()
         self._stack.state = "draining"
-        router = self._slots["router"]
+        router = self._slots.get("router")
         was_cut = False
-        if self._stack.ready_at and router.is_running and drain_s > 0 and not self._force.is_set():
+        if (
+            router is not None
+            and self._stack.ready_at
+            and router.is_running
+            and drain_s > 0
+            and not self._force.is_set()
+        ):
             self._say("draining", text=f"letting requests finish, at most {drain_s:g} s; Ctrl-C again stops now")
             router.stop(signal.SIGTERM)
             was_cut = not await self._ended([router], drain_s)

@@ -1,4 +1,4 @@
-"""What the knob commands do beside asking the router: choosing which to show, and writing a change into the profile."""
+"""What the knob commands do beside asking the router: who asks, which knobs to show, waiting."""
 
 import difflib
 import getpass
@@ -7,16 +7,10 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import tomlkit
-from tomlkit.items import Table
 
 from pdctl.client import Client
 from pdctl.exits import Refused, TimedOut, UsageError
-from pdctl.profile import is_shipped, own_folder
-from pdctl.rundir import Stack
 
 
 def who() -> str:
@@ -38,31 +32,6 @@ def narrow(knobs: Mapping[str, Any], wanted: str | None) -> dict[str, Any]:
     return chosen
 
 
-def save(stack: Stack, values: Mapping[str, Any]) -> Path:
-    """Writes `values` into the stack's profile; everything else in the file stays as it is.
-
-    A profile that came with pdctl is left alone: this user's own copy, which is found before it, is written instead.
-    """
-    source = Path(stack.profile_file)
-    if source.suffix != ".toml":
-        raise UsageError(f"{source} is not TOML: only TOML is written back")
-    target = own_folder() / source.name if is_shipped(source) else source
-    try:
-        document = tomlkit.parse(source.read_text(encoding="utf-8"))
-        for name, value in values.items():
-            section, _, key = name.rpartition(".")
-            _table(document, section)[key] = value
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}")
-        part.write_text(tomlkit.dumps(document), encoding="utf-8")
-        if target.exists():
-            part.chmod(target.stat().st_mode & 0o777)
-        part.replace(target)
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}") from error
-    return target
-
-
 def wait_drained(client: Client, worker: str, timeout_s: float | None) -> None:
     """Returns when `worker` holds nothing. Raises TimedOut; Refused when somebody gave it work again."""
     deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
@@ -75,12 +44,3 @@ def wait_drained(client: Client, worker: str, timeout_s: float | None) -> None:
         if time.monotonic() > deadline:
             raise TimedOut(f"{worker} still has {found['open']} sequences")
         time.sleep(0.2)
-
-
-def _table(document: tomlkit.TOMLDocument, section: str) -> Any:
-    found = document.get(section)
-    if isinstance(found, Table):
-        return found
-    if found is None:
-        document[section] = tomlkit.table()
-    return document[section]

@@ -115,6 +115,10 @@ def _shown(value: Any) -> str:
 
 def _tell(name: str, url: str) -> None:
     """The address is data; how to use it is narration."""
+    if not url:
+        note(f"{name}: this machine's workers are up; the router is on another")
+        note(f"stop them: pdctl down {name}")
+        return
     print(f"{url}/v1", flush=True)
     note(f"call it:  curl {url}/v1/models      or: eval $(pdctl env -n {name})")
     note(f"look:     pdctl status {name}; pdctl logs -n {name} -f")
@@ -192,7 +196,9 @@ def dry_run(start: Start, *, as_json: bool, tells_difference: bool) -> int:
     running = start.running
     is_running = running is not None and supervisor_of(running).is_alive
     changes = difference(config, running.profile) if running is not None and is_running else []
-    port = _port(config.router.host, config.router.port, running if is_running else None)
+    port = "the router's, on another machine"
+    if placed.router is not None:
+        port = _port(config.router.host, config.router.port, running if is_running else None)
     if as_json:
         print_json(_as_json(start, placed, port, changes, is_running))
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from server.config import Config
+from server.config import Config, Transfer
 from server.errors import StartError
 
 
@@ -27,6 +27,7 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: dict[str, str]
     listen_fd: int | None = None
     status_fd: int | None = None
+    max_prefill: int = 0  # prefill workers that there may ever be: a landing ring is shared out among so many
     run_id: str = ""  # one `up`: what outlives a process, but not the stack, is marked with it
 
     @classmethod
@@ -39,6 +40,14 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def save(self, path: str | Path) -> None:
         Path(path).write_bytes(msgspec.json.encode(self, enc_hook=_encode_config))
+
+    @property
+    def transfer(self) -> Transfer:
+        """The profile's, with the address that this process offers for its data path."""
+        config = self.config.transfer
+        kind, _, rest = self.addresses.get(self.name, "").partition(":")
+        host = rest.rpartition(":")[0].strip("[]") if kind == "tcp" else "127.0.0.1"
+        return config if config.host else config.model_copy(update={"host": host})
 
     def read_secret(self) -> bytes:
         """The per-stack secret. Raises StartError."""

@@ -37,10 +37,6 @@ def _scaled(text: str, units: dict[str, Any], example: str) -> float:
     return float(match[1]) * float(units[match[2].lower()])
 
 
-def _auto_or(parse: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: value if value == "auto" else parse(value))
-
-
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 Auto = Literal["auto"]
@@ -50,15 +46,17 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 CPU_TOKENS = 256
 GPU_BUDGET = 2048
 GPU_CHUNK = 1024
-AutoBytes = Annotated[Auto | Annotated[int, Field(ge=0)], _auto_or(parse_bytes)]
+AutoBytes = Auto | Bytes
 Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 Share = Annotated[float, Field(ge=0.05, le=1.0)]
 
 
 class Section(BaseModel):
     """Every table of the profile: unknown keys are errors, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    # strict: TOML and YAML say what is a number, and `port = true` is none.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -74,10 +72,16 @@ class Router(Section):
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    view_key_file: str | None = Field(None, description="keys that may read the admin API and change nothing")
     policy: Literal["round-robin", "least-loaded", "kv-aware"] = "kv-aware"
-    queue_high: int = Field(50, ge=1, le=4096, description="requests waiting before clients get 429")
+    queue_high: int = Field(50, ge=1, le=4096, description="sequences without a first token before clients get 429")
     request_timeout: Seconds = 600.0
-    key_max_requests: int = Field(0, ge=0, le=65536, description="requests in flight that one API key may have; 0: any")
+    worker_wait: Seconds = Field(
+        30.0, description="how long a request waits for a worker that is coming back before it gets 503; 0: not at all"
+    )
+    key_max_requests: int = Field(
+        0, ge=0, le=65536, description="in flight by API key; each counts as its prompts times n; 0: any number"
+    )
     cors_origins: list[Origin] = Field(
         default_factory=list, description="origins whose pages may call, exactly as a browser names them"
     )
@@ -163,6 +167,7 @@ class Colocated(Pool):
 
 class Transfer(Section):
     backend: Literal["auto", "nixl", "tcp"] = "auto"
+    host: str = Field("", description="address that a worker offers for KV; empty: that of its control connection")
     chunk_tokens: int = Field(64, ge=1, le=8192, description="tokens of one push, a multiple of model.block_size")
     max_inflight: int = Field(16, ge=1, le=256, description="chunks under way to one peer")
     ring_bytes: Bytes = 256 * 2**20
@@ -170,6 +175,20 @@ class Transfer(Section):
     compression: Literal["none", "zstd", "fp8"] = "none"
     timeout: Seconds = 30.0
     latency_warn: Seconds = 0.05
+
+
+class Host(Section):
+    """One machine of several. `pdctl up` of the same profile on each starts what is its own."""
+
+    address: str = Field(min_length=1, description="by which the others reach it, an IP or a name")
+    port: int = Field(7400, ge=1, le=65000, description="of its first worker's control connection; others count on")
+    workers: list[str] = Field(default_factory=list, description="names, such as decode-0")
+    router: bool = False
+
+    def control(self, worker: str) -> str:
+        """Where that worker of this host listens."""
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp:{address}:{self.port + self.workers.index(worker)}"
 
 
 class Hybrid(Section):
@@ -213,7 +232,7 @@ class AutoRevert(Section):
     condition: str = Field("ttft_p95 > 2 * slo.ttft_p95", alias="if")
     within: Seconds = 60.0
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
@@ -268,8 +287,8 @@ class WorkerSpec(Section):
 class Config(Section):
     """A whole profile. Raises pydantic.ValidationError; `pdctl.profile` maps it to ConfigError."""
 
-    version: Literal[1] = 1
-    name: str = Field("stack", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    version: int = Field(1, ge=1, le=1)
+    name: str = Field("stack", pattern=f"^{NAME}$")
     model: Model = Model()
     router: Router = Router()
     prefill: Prefill = Prefill()
@@ -281,6 +300,8 @@ class Config(Section):
     supervise: Supervise = Supervise()
     tune: Tune = Tune()
     tui: Tui = Tui()
+    hosts: dict[str, Host] = Field(default_factory=dict, description="machines, by any name; none: this one")
+    secret_file: str | None = Field(None, description="the stack's secret, the same file on every machine")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -293,7 +314,26 @@ class Config(Section):
                 f"transfer.chunk_tokens ({self.transfer.chunk_tokens}) must be a multiple of "
                 f"model.block_size ({self.model.block_size})"
             )
+        self._check_hosts()
         return self
+
+    def _check_hosts(self) -> None:
+        if not self.hosts:
+            return
+        placed = [name for host in self.hosts.values() for name in host.workers]
+        names = {spec.name for spec in self.workers}
+        if unknown := [name for name in placed if name not in names]:
+            raise ValueError(f"hosts: there is no worker {unknown[0]}; there are {', '.join(sorted(names))}")
+        if wrong := sorted(name for name in names if placed.count(name) != 1):
+            raise ValueError(f"hosts: {wrong[0]} is on {placed.count(wrong[0])} hosts; each worker is on one")
+        if sum(host.router for host in self.hosts.values()) != 1:
+            raise ValueError("hosts: set router = true on one of them")
+        if self.secret_file is None:
+            raise ValueError("hosts need secret_file: a file of mode 0600 with the same line on every machine")
+
+    def host_of(self, worker: str) -> Host | None:
+        """None on the one machine that a profile without hosts is for."""
+        return next((host for host in self.hosts.values() if worker in host.workers), None)
 
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:

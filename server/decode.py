@@ -11,6 +11,7 @@ this worker has the same model, and the router takes each token from whoever is 
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,11 +20,11 @@ from server.boot import Boot
 from server.engine.build import CPU_LOCAL_PREFILL, GPU_LOCAL_PREFILL
 from server.engine.engine import StepResult
 from server.engine.local_prefill import LocalPrefill
+from server.engine.model_runner import ModelRunner
 from server.errors import PdctlError, TransferError
 from server.ledger import Entry
 from server.messages import (
     Abort,
-    Card,
     Decode,
     Done,
     Grant,
@@ -63,8 +64,10 @@ class DecodeWorker(Worker[DecodeEntry]):
 
     role = "decode"
 
-    def __init__(self, boot: Boot) -> None:
-        super().__init__(boot)
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        super().__init__(boot, clock, runner)
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
         self.counters |= {"lease_expired": 0, "recomputed": 0}
         self._is_dry = False
@@ -84,11 +87,11 @@ class DecodeWorker(Worker[DecodeEntry]):
     def start_transfer(self) -> None:
         pool = self.engine.runner.pool
         side = receiving_side(
-            self.boot.config.transfer,
+            self.boot.transfer,
             self.me.instance,
             pool.blocks,
             pool.spec,
-            self.boot.config.prefill.workers,
+            max(self.boot.max_prefill, self.boot.config.prefill.workers),
             on_complete=lambda id, stats: self.soon(self._covered, id, stats),
             on_missing=lambda id, ranges: self.soon(self._missing, id, ranges),
             on_failed=lambda id, verified: self.soon(self._never_came, id, verified),
@@ -101,9 +104,6 @@ class DecodeWorker(Worker[DecodeEntry]):
 
     def stop_transfer(self) -> None:
         self.transfer.close()
-
-    def card(self) -> Card:
-        return Card(same=self.facts, offer=self.offer)
 
     def joined(self, channel: Channel) -> None:
         super().joined(channel)
@@ -218,12 +218,17 @@ class DecodeWorker(Worker[DecodeEntry]):
     # -- RECEIVING -----------------------------------------------------------------------------------------------
 
     def on_renew(self, channel: Channel, message: Renew) -> None:
+        """Answered with the grants that are held still: prefill keeps blocks for no others."""
+        held: list[SeqId] = []
         for id in message.ids:
             entry = self.ledger.get(id)
             if entry is None or entry.source is not channel:
                 channel.send(Abort(id, "no such grant"))
             elif entry.lease:
                 entry.lease = self.clock() + LEASE_S
+                held.append(id)
+        if held:
+            channel.send(Renew(tuple(held)))
 
     def on_tokens(self, channel: Channel, message: Tokens) -> None:
         for item in message.items:
@@ -250,10 +255,17 @@ class DecodeWorker(Worker[DecodeEntry]):
         entry.mark("ready", self.clock())
         with self.engine.lock:
             self.engine.scheduler.received(entry.id, entry.token0)
-        entry.owner.send(Tokens((SeqToken(entry.id, 0, entry.token0),)))
-        if entry.seq.finish_reason:
+            # Asked with the lock held: without it the engine may have ended the sequence by now, and its tokens come
+            # from there.
+            ends_with_token0 = bool(entry.seq.finish_reason)
+        self._repeat_token0(entry, entry.token0)
+        if ends_with_token0:
             self.finish(entry)
         self.wake()
+
+    def _repeat_token0(self, entry: DecodeEntry, token: Token) -> None:
+        """The router takes it from whoever is first; prefill may have died with it unsent."""
+        entry.owner.send(Tokens((SeqToken(entry.id, 0, token),)))
 
     def _missing(self, id: SeqId, ranges: tuple[tuple[int, int], ...]) -> None:
         entry = self.ledger.get(id)
@@ -271,7 +283,7 @@ class DecodeWorker(Worker[DecodeEntry]):
     def _compute_here(self, entry: DecodeEntry, verified: int | None = None) -> None:
         """Goes on without prefill: from the verified prefix, and with token 0 if it is known."""
         state = entry.seq.state
-        if state is SeqState.RECEIVING:
+        if state is SeqState.RECEIVING and entry.lease:  # without one it has everything, or goes on alone already
             if verified is None and not entry.is_covered:
                 verified = self.receiver.revoke(entry.id)
             if entry.token0 is None and entry.seq.params.num_prompt_logprobs >= 0:
@@ -285,6 +297,8 @@ class DecodeWorker(Worker[DecodeEntry]):
             self.admit(entry)
         else:
             return
+        if entry.token0 is not None:
+            self._repeat_token0(entry, entry.token0)
         entry.lease = 0.0
         entry.source = None
         entry.stages["recomputed"] = 1.0
@@ -315,6 +329,12 @@ class DecodeWorker(Worker[DecodeEntry]):
         if self.config.decode.prefill_tokens == "auto":
             self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
+    def overslept(self, seconds: float) -> None:
+        for entry in self.ledger:
+            if entry.lease:
+                entry.lease += seconds
+        self._parked = {id: (since + seconds, channel) for id, (since, channel) in self._parked.items()}
+
     def tick(self, now: float) -> None:
         for entry in self.ledger:
             if entry.lease and now > entry.lease:
@@ -322,7 +342,7 @@ class DecodeWorker(Worker[DecodeEntry]):
                 self.counters["lease_expired"] += 1
                 self._compute_here(entry)
         for id, (since, channel) in list(self._parked.items()):
-            if now - since > PARK_S:
+            if now - since > PARK_S and id not in self.building:
                 del self._parked[id]
                 channel.send(Abort(id, "unknown"))
         self._grant()  # an idle sequence gives its blocks away without a step

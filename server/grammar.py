@@ -4,13 +4,17 @@
 2. The string travels in `SamplingParams.grammar`. A worker makes a `Matcher` of it when the sequence first samples.
 3. Before each of its tokens the matcher is brought up to the sequence's output and gives a bit mask of what may follow.
    So nothing of its state is handed over: decode rebuilds it from token 0, a recompute from the known tokens.
+4. A grammar may run into a limit on the way. `failure` says so, and the sequence ends with that error: an output that
+   was cut there does not match.
 
-The vocabulary is loaded when the first grammar comes: most stacks never need it, and it takes a moment.
+Building can take most of a second, so it is done once a grammar, by `check` and `prepare`, on threads that nobody's
+stream waits for; each sequence gets a copy. The vocabulary is loaded when the first grammar comes: most stacks never
+need it, and it takes a moment.
 """
 
 import json
-import logging
 import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,9 +24,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from server.card import read_config
 from server.sequence import Sequence
 
-logger = logging.getLogger(__name__)
-
 MAX_GRAMMAR = 256 * 2**10
+MAX_BUILT = 64  # the largest take some 20 MiB
 # Whitespace between JSON tokens: as models write it, but bounded, so that no output is blanks until its limit.
 WHITESPACE = r"\n? {0,16}"
 
@@ -73,59 +76,73 @@ class Matcher:
 
     def mask(self, output: list[int]) -> bytes:
         """One bit a token, least significant first: what may follow `output`, which only ever grows."""
-        new = output[self._num_seen :]
+        for token_id in output[self._num_seen :]:
+            if self._inner.is_stopped():  # ends of text after the end, where min_tokens asks for them, are no error
+                break
+            self._inner.consume_token(token_id)
         self._num_seen = len(output)
-        if new and not self._inner.is_error():
-            self._inner.consume_tokens(new)
         return self._inner.compute_bitmask()
 
     @property
     def error(self) -> str:
-        """Why it can go no further (a limit of the grammar engine, an output that does not fit), or empty."""
-        return self._inner.get_error()
+        """Why it can go no further (a limit of the grammar engine, an output that does not fit), or empty. One line."""
+        return " ".join(self._inner.get_error().replace("<non-verbose/>", "").split())
+
+    def copy(self) -> "Matcher":
+        """Of one that has seen nothing yet. From any thread."""
+        return Matcher(self._inner.deep_copy())
 
 
 class Grammars:
-    """All grammars of a process. `check` may be called from any thread, `mask` from one."""
+    """All grammars of a process. `mask` and `failure` may be called from one thread, the others from any."""
 
     def __init__(self, model_dir: str | Path, vocab_size: int) -> None:
         self._folder = Path(model_dir)
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._built: OrderedDict[str, Matcher] = OrderedDict()  # the last ones used; never moved, only copied
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
-        # A worker's step waits for the first mask, and so does everybody in it: with the default fuel
-        # `a{1000}{1000}{1000}` took it 5 s, with this 0.2.
+        # With the default fuel `a{1000}{1000}{1000}` took 5 s, with this 0.2.
         self._limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=100_000)
-
-    @property
-    def mask_bytes(self) -> int:
-        return (self._vocab_size + 31) // 32 * 4
 
     def check(self, grammar: str) -> str:
         """Empty, or what is wrong with it, in one line."""
         if len(grammar) > MAX_GRAMMAR:
             return f"larger than {MAX_GRAMMAR} bytes"
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary(), limits=self._limits)
-        if is_error:
-            return " ".join(messages[0].split())
-        first = self.matcher(grammar)
-        first.mask([])  # what is too costly shows here rather than in a worker
-        return " ".join(first.error.split())
+        return self.prepare(grammar).error
+
+    def prepare(self, grammar: str) -> Matcher:
+        """Builds it, unless it is built."""
+        with self._lock:
+            if (built := self._built.get(grammar)) is not None:
+                self._built.move_to_end(grammar)
+                return built
+        built = Matcher(LLMatcher(self._vocabulary(), grammar, log_level=0, limits=self._limits))
+        built.mask([])  # the costly part of some, and what shows that some are too costly
+        with self._lock:
+            self._built[grammar] = built
+            if len(self._built) > MAX_BUILT:
+                self._built.popitem(last=False)
+        return built
+
+    def is_built(self, grammar: str) -> bool:
+        return grammar in self._built
 
     def mask(self, seq: Sequence) -> bytes:
         """What may be sampled next for `seq`."""
         matcher = self._matchers.get(seq)
         if matcher is None:
             matcher = self._matchers[seq] = self.matcher(seq.params.grammar)
-        mask = matcher.mask(seq.output)
-        if error := matcher.error:
-            # Only ends of text are left then. The grammar was checked, so this is a limit that an output ran into.
-            logger.warning("%s: the grammar cannot go on: %s", seq.id, error.partition("\n")[0])
-        return mask
+        return matcher.mask(seq.output)
+
+    def failure(self, seq: Sequence) -> str:
+        """Why its last mask is worth nothing, or empty."""
+        matcher = self._matchers.get(seq)
+        return matcher.error if matcher is not None else ""
 
     def matcher(self, grammar: str) -> Matcher:
-        return Matcher(LLMatcher(self._vocabulary(), grammar, log_level=0, limits=self._limits))
+        return self.prepare(grammar).copy()
 
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:

@@ -60,8 +60,8 @@ def profile_value(config: Config, name: str) -> Any:
 
 
 def _queue(config: Config) -> Knob:
-    help = "requests that may wait for their first token before clients get 429"
-    return Knob("router.queue_high", config.router.queue_high, 1, 4096, "requests", "now", help)
+    help = "sequences that may wait for their first token before clients get 429; n and each prompt of a list count"
+    return Knob("router.queue_high", config.router.queue_high, 1, 4096, "sequences", "now", help)
 
 
 def _steps(config: Config, section: str, pool: Pool) -> list[Knob]:

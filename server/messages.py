@@ -39,8 +39,9 @@ class Hello(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """router -> prefill: read this prompt for decode worker `decode`. router -> any worker with `decode` empty: do the
-    whole sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone."""
+    """router -> prefill: read this prompt for decode worker `decode`. Said again with another `decode`: the first one
+    is lost, and what is computed of the prompt goes to this one. router -> any worker with `decode` empty: do the whole
+    sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone."""
 
     id: SeqId
     prompt: list[int]
@@ -86,14 +87,14 @@ class Grant(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """prefill -> decode: these grants are still wanted."""
+    """prefill -> decode: these grants are still wanted. The answer, decode -> prefill: these are still held."""
 
     ids: tuple[SeqId, ...]
 
 
 class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
-    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence, made
-    `num_bytes` small by `codec` (0: as they are)."""
+    """Travels with KV bytes into ring slot `slot`: blocks [first_block, first_block + num_blocks) of the sequence, as
+    tensor-parallel rank `rank` of the writer has them, made `num_bytes` small by `codec` (0: as they are)."""
 
     id: SeqId
     generation: int
@@ -103,6 +104,7 @@ class ChunkTag(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     checksum: int
     codec: int = 0
+    rank: int = 0
 
 
 class SlotCredit(Message, frozen=True):
@@ -130,8 +132,8 @@ class Done(Message, frozen=True):
     """worker -> router: this worker is through with the sequence as far as the client is concerned.
     decode -> prefill: every block is here and verified (the acknowledgement), `reason` "received".
 
-    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "error" (with `message`),
-    "received".
+    reason: "handed_over" (prefill: token 0 is out, decode goes on), "stop", "length", "received", "error" (this worker
+    cannot go on, with `message`), "refused" (no worker could: the request's own terms leave no token, with `message`).
     `stages`: seconds since this worker heard of the sequence, and counts; see docs/protocol.md.
     """
 

@@ -7,12 +7,17 @@
               a lost chunk can be sent again.
     FINISHED  no post reads the blocks any more, and they are free.
 
+A decode worker that is lost, at whatever moment, takes nothing of the prompt with it: what is computed stays here for
+HOLD_S. The router names another one by a second Prefill; that one grants anew and gets everything from here.
+
 One connection to each decode worker carries control messages; its end ends the transfer path too, and is made anew.
 """
 
 import asyncio
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,12 +26,12 @@ import msgspec
 
 from server.boot import Boot
 from server.engine.engine import StepResult
+from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.ledger import Entry
 from server.messages import (
     Abort,
-    Card,
     Done,
     Grant,
     GrantRequest,
@@ -39,12 +44,12 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
-from server.sequence import Batch, SeqId, Sequence
+from server.sequence import Batch, SeqId, SeqState, Sequence, Token
 from server.transfer.build import sending_side
 from server.wire import Channel, connect, greet
 from server.worker import Worker, main
 
-RENEW_S = 3.0
+HOLD_S = 10.0  # blocks without a decode worker to take them
 # Grants asked for or held before admission: more while decode is under its low marks, so that it never runs dry.
 AHEAD, AHEAD_DRY = 4, 8
 RELINK_S = (0.1, 2.0)
@@ -54,13 +59,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class PrefillEntry(Entry):
-    """`link` leads to the decode worker; None = the whole sequence is computed here."""
+    """`decode` names the decode worker ("": the whole sequence is computed here), `link` leads there while it lives."""
 
+    decode: str = ""
     link: Channel | None = None
+    deadline: float = math.inf  # of the lease; without a grant, of what is held for whoever grants next
+    lease_s: float = 0.0
+    renewed: float = 0.0
     is_asked: bool = False
     is_granted: bool = False
     is_opened: bool = False  # the sender knows it
-    is_handed_over: bool = False  # token 0 went out
+    token0: Token | None = None
+    is_handed_over: bool = False  # token 0 went to decode
     is_received: bool = False  # decode has every block; may be known before the loop here hears of token 0
 
 
@@ -69,12 +79,13 @@ class PrefillWorker(Worker[PrefillEntry]):
 
     role = "prefill"
 
-    def __init__(self, boot: Boot) -> None:
-        super().__init__(boot)
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        super().__init__(boot, clock, runner)
         self.links: dict[str, Channel] = {}
         self.peers: dict[str, str] = {}  # decode workers that there are, linked or not
-        self._renewed = 0.0
-        self.counters["prefetched_blocks"] = 0
+        self.counters |= {"prefetched_blocks": 0, "lease_expired": 0, "regranted": 0}
         self._refusals: dict[str, str] = {}  # by decode worker: which card fields differ
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
@@ -83,6 +94,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             SlotCredit: self.on_credit,
             Done: self.on_done,
             Peers: self.on_peers,
+            Renew: self.on_renew,
         }
 
     # -- links to decode workers ---------------------------------------------------------------------------------
@@ -90,7 +102,7 @@ class PrefillWorker(Worker[PrefillEntry]):
     def start_transfer(self) -> None:
         pool = self.engine.runner.pool
         side = sending_side(
-            self.boot.config.transfer,
+            self.boot.transfer,
             self.me.instance,
             pool.blocks,
             pool.spec,
@@ -105,9 +117,6 @@ class PrefillWorker(Worker[PrefillEntry]):
 
     def stop_transfer(self) -> None:
         self.transfer.close()
-
-    def card(self) -> Card:
-        return Card(same=self.facts, offer=self.offer)
 
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)
@@ -174,10 +183,15 @@ class PrefillWorker(Worker[PrefillEntry]):
             del self.links[channel.peer.name]
             self.transfer.peer_gone(channel.peer.instance, "control connection lost")
         for entry in self.ledger:
-            if entry.link is channel and entry.is_handed_over:
-                self.drop(entry, "decode worker lost")  # the router waits for decode by now, and sees the loss itself
-            elif entry.link is channel:
-                self.fail(entry, f"{channel.peer.name} was lost")
+            if entry.link is channel:
+                self._hold(entry)
+
+    def _hold(self, entry: PrefillEntry) -> None:
+        """Its decode worker is gone. The router hears of that by itself, and names another one or aborts."""
+        with self.engine.lock:
+            entry.link, entry.deadline = None, self.clock() + HOLD_S
+            entry.is_asked = entry.is_granted = entry.is_handed_over = entry.is_received = False
+            self.engine.scheduler.ungrant(entry.id)
 
     def _path_lost(self, peer: str, reason: str) -> None:
         """The transfer path ended before its control connection: both go, and come back together."""
@@ -196,28 +210,60 @@ class PrefillWorker(Worker[PrefillEntry]):
             super().on_prefill(channel, message)
             return
         if self.ledger.knew(message.id):
+            self._on_prefill_again(channel, message)
             return
         seq = Sequence(
             message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt, needs_grant=True
         )
         entry = cast("PrefillEntry", self.new_entry(seq, channel))
-        entry.link = self.links.get(message.decode)
         self.ledger.add(entry)
+        if self._has_link(entry, message.decode):
+            self.admit(entry)
+            self._ask()
+
+    def _has_link(self, entry: PrefillEntry, decode: str) -> bool:
+        """Whether `decode` can be asked; without a connection the sequence fails."""
+        entry.decode, entry.link = decode, self.links.get(decode)
         if entry.link is None:
-            self.fail(entry, f"{self.me.name} has no connection to {message.decode}")
+            self.fail(entry, f"{self.me.name} has no connection to {decode}")
+        return entry.link is not None
+
+    def _on_prefill_again(self, channel: Channel, message: Prefill) -> None:
+        """Another decode worker takes the place of one that was lost; what is computed is not computed again."""
+        entry = self.ledger.get(message.id)
+        if entry is None:  # let go already. If it was aborted before it came, nobody listens
+            channel.send(Done(message.id, "error", message="its KV is not here any more"))
             return
-        self.admit(entry)
-        self._ask()
+        if not entry.decode or (message.decode == entry.decode and entry.link is not None):
+            return
+        if entry.link is not None:  # the router noticed first
+            entry.link.send(Abort(entry.id, "another decode worker has it"))
+            self._hold(entry)
+        if not self._has_link(entry, message.decode):
+            return
+        self.counters["regranted"] += 1
+        with self.engine.lock:
+            has_begun = self.engine.scheduler.get(entry.id) is not None
+        if has_begun:
+            self._ask_for(entry)
+        else:
+            entry.deadline = math.inf  # it holds nothing, and may wait in line
+            self.admit(entry)
+            self._ask()
 
     def _ask(self) -> None:
         with self.engine.lock:
             wanted = self.engine.scheduler.grants_wanted()
         for seq in wanted:
             entry = self.ledger.get(seq.id)
-            if entry is not None and entry.link is not None:
-                entry.is_asked = True
-                entry.mark("grant_asked", self.clock())
-                entry.link.send(GrantRequest(seq.id, len(seq.prompt)))
+            if entry is not None:
+                self._ask_for(entry)
+
+    def _ask_for(self, entry: PrefillEntry) -> None:
+        if entry.link is not None:
+            entry.is_asked = True
+            entry.mark("grant_asked", self.clock())
+            entry.link.send(GrantRequest(entry.id, len(entry.seq.prompt)))
 
     def on_grant(self, channel: Channel, message: Grant) -> None:
         entry = self.ledger.get(message.id)
@@ -226,12 +272,25 @@ class PrefillWorker(Worker[PrefillEntry]):
         elif message.missing:
             self.transfer.call(self.sender.resend, message.id, message.missing)
         elif not entry.is_granted:
-            entry.is_granted = True
-            entry.mark("granted", self.clock())
+            now = self.clock()
+            entry.lease_s, entry.renewed, entry.deadline = message.lease_s, now, now + message.lease_s
+            entry.mark("granted", now)
             with self.engine.lock:
+                entry.is_granted = True
                 self.engine.scheduler.limits.ahead = AHEAD_DRY if message.is_low else AHEAD
                 self.engine.scheduler.granted(message.id, message.generation, message.num_resident_blocks)
+                if entry.seq.state is not SeqState.WAITING:
+                    self._push_computed(entry)
+            if entry.token0 is not None:
+                self._hand_over(entry, entry.token0)
             self.wake()
+
+    def on_renew(self, channel: Channel, message: Renew) -> None:
+        """Decode's answer: it holds these grants still."""
+        for id in message.ids:
+            entry = self.ledger.get(id)
+            if entry is not None and entry.link is channel and entry.is_granted:
+                entry.deadline = self.clock() + entry.lease_s
 
     def on_credit(self, channel: Channel, message: SlotCredit) -> None:
         self.transfer.call(self.sender.credit, channel.peer.instance, message.slots)
@@ -242,14 +301,14 @@ class PrefillWorker(Worker[PrefillEntry]):
         with self.engine.lock:  # a drop on the control thread comes wholly before or wholly after
             for step in result.steps:
                 entry = self.ledger.get(step.seq.id)
-                if entry is not None and entry.link is not None and not entry.is_dropped:
+                if entry is not None and entry.is_granted and not entry.is_dropped:
                     self._push(entry, step)
 
     def scheduled(self, batch: Batch) -> None:
         """A cached prefix is complete before its sequence's first step is: it crosses while that one computes."""
         for piece in batch.slices:
             seq, entry = piece.seq, self.ledger.get(piece.seq.id)
-            if entry is None or entry.link is None or entry.is_opened or entry.is_dropped:
+            if entry is None or entry.link is None or entry.is_opened or entry.is_dropped or not entry.is_granted:
                 continue
             num_cached = seq.num_cached // self.engine.pool.spec.block_size
             if num_cached > seq.num_resident_blocks:
@@ -261,6 +320,15 @@ class PrefillWorker(Worker[PrefillEntry]):
         if not entry.is_opened and entry.link is not None:
             self._open(entry, entry.link)
         self.transfer.call(self.sender.push, entry.id, step.ready.stop)
+
+    def _push_computed(self, entry: PrefillEntry) -> None:
+        """A grant that came after computing began, because the first one was lost with its decode worker."""
+        seq, size = entry.seq, self.engine.pool.spec.block_size
+        is_read = seq.state is SeqState.PUSHING
+        if entry.link is not None:
+            self._open(entry, entry.link)
+            stop = -(-len(seq.prompt) // size) if is_read else seq.num_computed // size
+            self.transfer.call(self.sender.push, entry.id, stop)
 
     def _open(self, entry: PrefillEntry, link: Channel) -> None:
         entry.is_opened = True
@@ -278,7 +346,7 @@ class PrefillWorker(Worker[PrefillEntry]):
     # -- PUSHING: hand over, let go ------------------------------------------------------------------------------
 
     def advanced(self, entry: PrefillEntry, step: Step) -> None:
-        if entry.link is None:
+        if not entry.decode:
             super().advanced(entry, step)
             return
         if step.token is None:
@@ -289,9 +357,15 @@ class PrefillWorker(Worker[PrefillEntry]):
             entry.owner.send(Done(seq.id, seq.finish_reason, seq.num_cached, entry.stages))
             self.drop(entry, "ended with its first token")
             return
+        entry.token0 = step.token
+        if entry.is_granted:
+            self._hand_over(entry, step.token)
+
+    def _hand_over(self, entry: PrefillEntry, token: Token) -> None:
         entry.is_handed_over = True
-        entry.owner.send(Done(seq.id, "handed_over", seq.num_cached, entry.stages))
-        entry.link.send(Tokens((SeqToken(seq.id, 0, step.token),)))
+        entry.owner.send(Done(entry.id, "handed_over", entry.seq.num_cached, entry.stages))
+        if entry.link is not None:
+            entry.link.send(Tokens((SeqToken(entry.id, 0, token),)))
         if entry.is_received:
             self._let_go(entry)
 
@@ -314,6 +388,11 @@ class PrefillWorker(Worker[PrefillEntry]):
         else:
             super().on_abort(channel, message)
 
+    def fail(self, entry: PrefillEntry, message: str, reason: str = "error") -> None:
+        """The router has decode go on alone, or aborts there itself: an Abort from here would take that from it."""
+        entry.is_asked = False
+        super().fail(entry, message, reason)
+
     def drop(self, entry: PrefillEntry, reason: str) -> None:
         if entry.is_asked and entry.link is not None:
             entry.link.send(Abort(entry.id, reason))
@@ -327,7 +406,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         self.ledger.bury(entry.id, self.clock())
         if entry.is_opened:
             self.transfer.call(self.sender.drop, entry.id)
-        elif entry.link is not None:
+        elif entry.decode:
             self._released(entry.id)
         self.wake()
 
@@ -346,14 +425,15 @@ class PrefillWorker(Worker[PrefillEntry]):
     # -- timers --------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        if now - self._renewed < RENEW_S:
-            return
-        self._renewed = now
-        held: dict[Channel, list[SeqId]] = {}
+        due: dict[Channel, list[SeqId]] = {}
         for entry in self.ledger:
-            if entry.is_granted and entry.link is not None:
-                held.setdefault(entry.link, []).append(entry.id)
-        for channel, ids in held.items():
+            if now > entry.deadline:
+                self.counters["lease_expired"] += 1
+                self.fail(entry, f"{entry.decode} does not answer" if entry.link else "no decode worker took it over")
+            elif entry.is_granted and entry.link is not None and now - entry.renewed >= entry.lease_s / 3:
+                entry.renewed = now
+                due.setdefault(entry.link, []).append(entry.id)
+        for channel, ids in due.items():
             channel.send(Renew(tuple(ids)))
 
 

@@ -64,6 +64,12 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     prompt: "tuple[Token, ...]" = ()
 
 
+class Stuck(msgspec.Struct, frozen=True):
+    """In place of a token: there is none that the request's own terms allow, and why. It ends the sequence."""
+
+    why: str
+
+
 class SeqState(Enum):
     WAITING = "waiting"
     RUNNING = "running"

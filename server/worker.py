@@ -11,6 +11,7 @@ Roles add message handlers and say what a finished step means for them (`prefill
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -18,16 +19,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
 from server.boot import Boot, Status
 from server.config import Role
-from server.engine.build import build_engine, limits_for, model_facts
+from server.engine.build import build_engine, engine_of, limits_for, model_facts, worker_spec
 from server.engine.engine import Engine, StepResult
 from server.engine.loop import EngineThread
 from server.engine.memory import memory_table
+from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Step
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError
 from server.knobs import turned
@@ -38,6 +41,7 @@ from server.messages import (
     AbortAck,
     AnyMessage,
     Card,
+    Decode,
     Done,
     Heartbeat,
     Load,
@@ -50,13 +54,16 @@ from server.messages import (
     Tokens,
 )
 from server.report import all_blocks, changed_blocks, load_of
-from server.sequence import Sequence
+from server.sequence import SeqId, Sequence
+from server.transfer.base import Offer
 from server.utilisation import Utilisation
 from server.wire import Channel, Identity, bind, serve, welcome
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 LOAD_S = 0.2
+LATE_S = 0.5
+TURN = signal.SIGUSR2  # become what the boot file says now. SIGHUP is UCX's own, which takes it away
 # Engine, transfer and control loop share one interpreter, and hand it over at each wait for the device. With Python's
 # own 5 ms a chunk's dozen short waits took longer than its bytes (two H200s: 4 GB/s, against 9.5 at 0.3 ms).
 SWITCH_S = 0.0002
@@ -70,8 +77,12 @@ class Worker(Generic[E]):
 
     role: ClassVar[Role] = "colocated"
 
-    def __init__(self, boot: Boot, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
+    ) -> None:
+        """`runner`: the loaded model of the role before this one."""
         self.boot = boot
+        self._runner = runner
         self.clock = clock
         self.me = Identity.new(boot.name, self.role)
         self.status = Status(boot.status_fd)
@@ -86,21 +97,33 @@ class Worker(Generic[E]):
         self._utilisation = -1.0
         self.config = boot.config  # with the knobs as they are now
         self.rev = 0
+        self.offer: Offer = {}  # what a subclass's transfer says of itself
         self._tasks: set[asyncio.Task[None]] = set()
+        self.building: set[SeqId] = set()  # known, but not taken up before their grammars are built
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. Raises PdctlError when it cannot start."""
+    async def run(self) -> ModelRunner | None:
+        """Serves until SIGTERM or SIGINT; or until TURN, and gives its model to the role that the boot file names then.
+        Raises PdctlError when it cannot start."""
         self.loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
+        stop, turn = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, stop.set)
+
+        def on_turn() -> None:
+            turn.set()
+            stop.set()
+
+        self.loop.add_signal_handler(TURN, on_turn)
         address = self.boot.addresses[self.boot.name]
         sock = bind(address)
-        self.engine = await self._load_or_stop(stop)
+        self.engine = (
+            await self._load_or_stop(stop) if self._runner is None else engine_of(self.boot, self.role, self._runner)
+        )
         if stop.is_set():
-            return
+            return None
         self.facts = model_facts(self.boot, self.engine.runner)
         memory = memory_table(self.boot.config, self.role, self.engine.runner)
         logger.info("memory of a %s worker: %s", self.role, memory)
@@ -119,6 +142,7 @@ class Worker(Generic[E]):
         await self._close_channels()
         self.stop_transfer()
         _unlink(sock, address)
+        return self.engine.runner if turn.is_set() else None
 
     async def _load_or_stop(self, stop: asyncio.Event) -> Engine:
         """Loads off the loop, so that a stop during a long load is heard; the process then leaves without waiting."""
@@ -157,8 +181,8 @@ class Worker(Generic[E]):
     # -- connections ---------------------------------------------------------------------------------------------
 
     def card(self) -> Card:
-        """What peers must agree on; subclasses add what they offer."""
-        return Card(same=self.facts)
+        """What peers must agree on, and what this one offers."""
+        return Card(same=self.facts, offer={"pid": os.getpid(), **self.offer})
 
     async def _serve(self, channel: Channel) -> None:
         """One accepted connection, from Hello to its end."""
@@ -186,6 +210,27 @@ class Worker(Generic[E]):
             self.lost(channel)
 
     def _handle(self, channel: Channel, message: AnyMessage) -> None:
+        if isinstance(message, Prefill | Decode) and not self._is_built(message.params.grammar):
+            self.spawn(self._handle_built(channel, message))
+        else:
+            self._handle_now(channel, message)
+
+    def _is_built(self, grammar: str) -> bool:
+        return not grammar or self.engine.runner.grammars.is_built(grammar)
+
+    async def _handle_built(self, channel: Channel, message: Prefill | Decode) -> None:
+        """Takes up a sequence once its grammar is built, which may take longer than a step should: off the engine's
+        thread, one at a time, while the sequences of others go on."""
+        self.building.add(message.id)
+        try:
+            build = self.engine.runner.grammars.prepare
+            await self.loop.run_in_executor(self._builder, build, message.params.grammar)
+        finally:
+            self.building.discard(message.id)
+        if channel in self.channels:
+            self._handle_now(channel, message)
+
+    def _handle_now(self, channel: Channel, message: AnyMessage) -> None:
         handler = self.handlers().get(type(message))
         if handler is None:
             self.counters["unexpected"] += 1
@@ -289,10 +334,10 @@ class Worker(Generic[E]):
         self.ledger.bury(entry.id, self.clock())
         self.wake()
 
-    def fail(self, entry: E, message: str) -> None:
+    def fail(self, entry: E, message: str, reason: str = "error") -> None:
         """The sequence cannot go on here, and its owner is told why."""
         self.counters["failed"] += 1
-        entry.owner.send(Done(entry.id, "error", entry.seq.num_cached, entry.stages, message))
+        entry.owner.send(Done(entry.id, reason, entry.seq.num_cached, entry.stages, message))
         self.drop(entry, message)
 
     def soon(self, work: Callable[..., Any], *args: Any) -> None:
@@ -336,6 +381,10 @@ class Worker(Generic[E]):
             entry = self.ledger.get(seq.id)
             if entry is not None:
                 self.fail(entry, f"the engine failed on it: {result.error}")
+        for seq, why in result.stuck:
+            entry = self.ledger.get(seq.id)
+            if entry is not None:
+                self.fail(entry, why, "refused")
         if any(step.finished for step in result.steps):
             self._publish()  # the next turn of a conversation comes soon after the last token of this one
         self.after_step()
@@ -382,8 +431,11 @@ class Worker(Generic[E]):
             await asyncio.sleep(LOAD_S)
             now, busy = self.clock(), self.thread.busy_s
             share = max(0.0, busy - busy_before) / max(1e-6, now - then)
+            late = now - then - LOAD_S
             busy_before, then = busy, now
             try:
+                if late > LATE_S:
+                    self.overslept(late)
                 self.ledger.prune(now)
                 self.tick(now)
                 self._share = min(1.0, share)
@@ -394,6 +446,9 @@ class Worker(Generic[E]):
                 continue
             self._tell_routers(load)
             self._publish()
+
+    def overslept(self, seconds: float) -> None:
+        """This loop has not run for so long: what others sent in time may not be read yet."""
 
     def tick(self, now: float) -> None:
         """Leases and other things that end by themselves."""
@@ -420,15 +475,30 @@ def _unlink(sock: socket.socket, address: str) -> None:
             os.unlink(address.removeprefix("unix:"))
 
 
+def _class_of(role: Role) -> type[Worker[Any]]:
+    """Looked up by name: this module is below those of the roles."""
+    if role == "colocated":
+        return Worker
+    found: type[Worker[Any]] = getattr(importlib.import_module(f"server.{role}"), f"{role.capitalize()}Worker")
+    return found
+
+
 def main(worker: type[Worker[Any]]) -> int:
     """Entry point of every role: `python -P -m server.<role> --boot FILE`."""
     parser = argparse.ArgumentParser(prog=f"server.{worker.role}")
     parser.add_argument("--boot", required=True, help="boot file written by the supervisor")
-    boot = Boot.load(parser.parse_args().boot)
+    file = parser.parse_args().boot
+    boot = Boot.load(file)
     setup(boot.name)
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(worker(boot).run())
+        runner = asyncio.run(worker(boot).run())
+        while runner is not None:
+            boot = Boot.load(file)
+            setup(boot.name)
+            logger.info("%s is %s from here on", worker.role, boot.name)
+            worker = _class_of(worker_spec(boot).role)
+            runner = asyncio.run(worker(boot, runner=runner).run())
     except PdctlError as error:
         Status(boot.status_fd).error(error.message, error.help)
         return 1

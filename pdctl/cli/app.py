@@ -5,11 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from pdctl.exits import Exit, exit_of
+from pdctl.quiet import interruptible
 from pdctl.render import Style, print_error
 from server.errors import PdctlError
 
@@ -20,6 +21,7 @@ class Settings:
 
     state_dir: str | None = None
     is_quiet: bool = False
+    is_verbose: ClassVar[bool] = False
 
     @property
     def root(self) -> Path:
@@ -59,10 +61,11 @@ def options(
     context: typer.Context,
     state_dir: Annotated[str | None, typer.Option(help="folder of all stacks; default $XDG_STATE_HOME/pdctl")] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only data and errors")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="of an error also where it came from")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="as NO_COLOR=1")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
 ) -> None:
-    Style.is_off = no_color
+    Style.is_off, Settings.is_verbose = no_color, verbose
     if state_dir is not None:
         # Children that are started by name, the TUI for one, look at the same place.
         os.environ["PDCTL_STATE_DIR"] = str(Path(state_dir).expanduser().absolute())
@@ -83,9 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the return value is the exit code."""
     _load_commands()
     try:
-        result = app(args=list(argv) if argv is not None else None, prog_name="pdctl", standalone_mode=False)
-        sys.stdout.flush()
+        with interruptible():
+            result = app(args=list(argv) if argv is not None else None, prog_name="pdctl", standalone_mode=False)
+            sys.stdout.flush()
     except PdctlError as error:
+        if Settings.is_verbose:
+            import traceback
+
+            traceback.print_exc()
         print_error(error)
         return int(exit_of(error))
     except (KeyboardInterrupt, typer.Abort):

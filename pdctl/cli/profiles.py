@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli.run import Sets
-from pdctl.exits import Exit
+from pdctl.exits import Exit, UsageError
 from pdctl.render import note, print_json, table
 
 Profile = Annotated[str, typer.Argument(envvar="PDCTL_PROFILE", help="name or path of a profile")]
@@ -35,6 +35,40 @@ def profile_show(profile: Profile) -> int:
     from pdctl.profile import find
 
     print(find(profile).read_text(encoding="utf-8"), end="")
+    return Exit.OK
+
+
+@profile_app.command("new")
+def profile_new(
+    name: Annotated[str, typer.Argument(help="what it is called, and its stack")],
+    base: Annotated[str, typer.Option("--from", metavar="PROFILE", help="which it is a copy of")] = "demo",
+    sets: Sets = None,
+) -> int:
+    """A profile of your own, made from another; prints its file."""
+    from pdctl.profile_edit import create
+
+    print(create(name, base, sets or []))
+    note(f"change it: pdctl profile edit {name}\nstart it:  pdctl up {name} -d")
+    return Exit.OK
+
+
+@profile_app.command("edit")
+def profile_edit(profile: Profile) -> int:
+    """Opens a profile in $VISUAL or $EDITOR, and checks it after. Of a shipped one your own copy is made."""
+    import os
+    import sys
+
+    from pdctl.profile import find, load
+    from pdctl.profile_edit import edit, own_file
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("profile edit needs a terminal", help=f"the file is {own_file(find(profile))}")
+    file, has_changed = edit(profile, os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    if not has_changed:
+        note("nothing was changed")
+        return Exit.OK
+    loaded = load(str(file))
+    note(f"{file}: ok, {len(loaded.config.workers)} workers")
     return Exit.OK
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli.app import settings
-from pdctl.exits import Exit, NotRunning, Refused, TimedOut, UsageError
+from pdctl.exits import Exit, NotRunning, TimedOut, Unreachable, UsageError
 from pdctl.render import MODES, note
 
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="over the profile; may be repeated")]
@@ -139,7 +139,7 @@ def wait(
         if (until == "ready" and code == Exit.OK) or (until == "drained" and router == "stopped"):
             return Exit.OK
         if code == Exit.UNREACHABLE and until == "ready":
-            raise Refused(f"{stack_dir.name}: {value['state']}, it will not become ready", help="pdctl down")
+            raise Unreachable(f"{stack_dir.name}: {value['state']}, it will not become ready", help="pdctl down")
         if deadline is not None and time.monotonic() > deadline:
             raise TimedOut(f"{stack_dir.name} is {value['state']}, not {until}, after {timeout}")
         time.sleep(0.1)

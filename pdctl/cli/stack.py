@@ -50,12 +50,18 @@ def status(
         time.sleep(1.0)
 
 
-def ls(context: typer.Context, as_json: AsJson = False) -> int:
-    """Every stack of this user on this host."""
+def ls(
+    context: typer.Context,
+    all: Annotated[bool, typer.Option("-a", "--all", help="also those that ended or did not start")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """The running stacks of this user on this host."""
     from pdctl.rundir import stacks
     from pdctl.status import gather
 
-    values = [gather(stack_dir)[0] for stack_dir in stacks(settings(context).root)]
+    known = stacks(settings(context).root)
+    shown = [s for s in known if all or ((state := s.read()) is not None and not state.is_over)]
+    values = [gather(stack_dir)[0] for stack_dir in shown]
     if as_json:
         print_json({"version": 1, "stacks": values})
         return Exit.OK
@@ -65,8 +71,8 @@ def ls(context: typer.Context, as_json: AsJson = False) -> int:
     ]
     if rows:
         print(table(rows, ("NAME", "STATE", "ADDRESS", "PID", "UP", "MODEL")))
-    else:
-        note("no stack has been started")
+    if (hidden := len(known) - len(shown)) or not known:
+        note(f"{hidden} that ended: pdctl ls -a" if hidden else "no stack has been started")
     return Exit.OK
 
 

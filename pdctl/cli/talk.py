@@ -7,7 +7,7 @@ import typer
 from pdctl.cli.app import settings
 from pdctl.cli.run import Name, NameOption
 from pdctl.cli.stack import AsJson
-from pdctl.exits import Exit
+from pdctl.exits import Exit, UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -48,6 +48,8 @@ def chat(
     from pdctl.rundir import find
     from pdctl.status import running
 
+    if message is not None and not message.strip():
+        raise UsageError("--message is empty")
     client = openai(running(find(settings(context).root, name or name_option)))
     conversation.run(client, message=message, system=system, max_tokens=max_tokens, temperature=temperature)
     return Exit.OK

@@ -1,5 +1,6 @@
 """`get`, `set`, `undo`, `reset`, `history`, `drain`, `resume`: what a running stack can be told. Refused: exit 7."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command()(drain)
     app.command()(resume)
     app.command()(scale)
+    app.command()(role)
 
 
 def get(
@@ -65,10 +67,15 @@ def set_(
     """Change knobs while the stack runs. Done means: every worker has confirmed."""
     from pdctl.cli.run import seconds
     from pdctl.profile import parse_set
-    from pdctl.tune import save as save_profile
+    from pdctl.profile_edit import save as save_profile
     from pdctl.tune import who
 
-    values = {".".join(path): value for path, value in map(parse_set, changes)}
+    values: dict[str, Any] = {}
+    for path, value in map(parse_set, changes):
+        knob = ".".join(path)
+        if knob in values:
+            raise UsageError(f"{knob} is given twice: {values[knob]} and {value}")
+        values[knob] = value
     body = {
         "values": values,
         "dry_run": dry_run,
@@ -83,7 +90,7 @@ def set_(
     answer = _client(context, name).call("PATCH", "/admin/knobs", body)
     _show(answer, as_json)
     if save and not dry_run:
-        file = save_profile(_stack(context, name), values)
+        file = save_profile(Path(_stack(context, name).profile_file), values)
         note(f"saved in {file}")
     return Exit.OK
 
@@ -163,7 +170,7 @@ def resume(
 ) -> int:
     """Work again for a drained worker."""
     answer = _client(context, name).call("POST", f"/admin/workers/{worker}/resume")
-    note(f"{worker} is {answer['state']}")
+    note(f"{worker} is {'ready' if answer['state'] == 'connected' else answer['state']}")
     return Exit.OK
 
 
@@ -175,20 +182,43 @@ def scale(
 ) -> int:
     """Workers more or fewer of a pool; nothing else is restarted, and those that leave end what they have."""
     from pdctl.cli.run import seconds
+    from pdctl.scale import parse
+
+    pool, count = parse(target)
+    _change(_stack(context, name), {"op": "scale", "role": pool, "workers": count}, seconds(timeout))
+    note(f"{pool} has {count} workers")
+    return Exit.OK
+
+
+def role(
+    context: typer.Context,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="the last of its pool")],
+    target: Annotated[str, typer.Argument(metavar="prefill|decode")],
+    name: NameOption = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="give up waiting after it")] = "20m",
+) -> int:
+    """A prefill worker becomes a decode worker, or back: drained first, its model stays loaded."""
+    from pdctl.cli.run import seconds
+
+    if target not in ("prefill", "decode"):
+        raise UsageError(f"{target}: expected prefill or decode")
+    _change(_stack(context, name), {"op": "role", "worker": worker, "role": target}, seconds(timeout))
+    note(f"{worker} is a {target} worker now: pdctl status")
+    return Exit.OK
+
+
+def _change(stack: Any, request: dict[str, Any], timeout_s: float | None) -> None:
+    """Asks the supervisor for other pools and waits until it is through. Raises Refused, TimedOut."""
     from pdctl.control import ask
     from pdctl.exits import Refused
-    from pdctl.scale import parse, wait
+    from pdctl.scale import wait
 
-    stack = _stack(context, name)
-    role, count = parse(target)
-    answer = ask(stack.control, {"op": "scale", "role": role, "workers": count})
+    answer = ask(stack.control, request)
     if not answer.get("ok"):
         raise Refused(str(answer.get("error")))
-    problem = wait(lambda: ask(stack.control, {"op": "status"}, timeout_s=5.0), seconds(timeout) or 1200.0)
+    problem = wait(lambda: ask(stack.control, {"op": "status"}, timeout_s=5.0), timeout_s or 1200.0)
     if problem:
         raise Refused(problem)
-    note(f"{role} has {count} workers")
-    return Exit.OK
 
 
 def _post(context: typer.Context, name: str | None, what: str, body: dict[str, Any], as_json: bool) -> int:

@@ -32,18 +32,16 @@ def _latencies(frame: Frame) -> list[Alert]:
     found = []
     ttft, itl, moved = frame.figures("ttft").p95, frame.figures("itl").p95, frame.figures("transfer").p95
     if ttft is not None and ttft > frame.slo_ttft_ms:
-        text = (
-            f"TTFT p95 {numbers.ms(ttft)} over its objective {numbers.ms(frame.slo_ttft_ms)}. Try prefill.token_budget"
-        )
+        text = f"TTFT p95 {numbers.span(ttft)} over its objective {numbers.span(frame.slo_ttft_ms)}. "
+        text += "Try prefill.token_budget"
         found.append(Alert("ttft", text, "prefill.token_budget"))
     if itl is not None and itl > frame.slo_tpot_ms:
-        text = f"ITL p95 {numbers.ms(itl)} over its objective {numbers.ms(frame.slo_tpot_ms)}. "
+        text = f"ITL p95 {numbers.span(itl)} over its objective {numbers.span(frame.slo_tpot_ms)}. "
         text += "Try lower decode.max_running"
         found.append(Alert("itl", text, "decode.max_running"))
     if moved is not None and moved > frame.latency_warn_ms:
-        text = (
-            f"KV transfer p95 {numbers.ms(moved)} over {numbers.ms(frame.latency_warn_ms)}. Try transfer.chunk_tokens"
-        )
+        text = f"KV transfer p95 {numbers.span(moved)} over {numbers.span(frame.latency_warn_ms)}. "
+        text += "Try transfer.chunk_tokens"
         found.append(Alert("transfer", text, "transfer.chunk_tokens"))
     return found
 

@@ -8,6 +8,8 @@
 
 import contextlib
 import os
+import select
+import signal
 import threading
 import time
 from collections import deque
@@ -35,6 +37,13 @@ from server.errors import PdctlError
 
 MESSAGE_S = 6.0
 MAX_ALERTS = 200
+
+
+def is_hung_up() -> bool:
+    """Whether the other end of standard input is gone: a terminal that was closed, a page's server that ended."""
+    watch = select.poll()
+    watch.register(0, 0)
+    return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in watch.poll(0))
 
 
 class Arrived(Message):
@@ -77,7 +86,9 @@ class Console(App[None], inherit_bindings=False):
         keymap: Mapping[str, str] | None = None,
         folder: Path | None = None,
         clock: Callable[[], float] = time.time,
+        has_terminal: bool = False,
     ) -> None:
+        """`has_terminal`: it ends when standard input does."""
         # The ansi theme keeps the terminal's own colours; everything else is drawn in true colour.
         super().__init__(ansi_color=theme == "ansi")
         self.source = source
@@ -92,6 +103,7 @@ class Console(App[None], inherit_bindings=False):
         self.poller = threading.Thread(target=self._poll, name="poll", daemon=True)
         self._alert_lines: deque[LogLine] = deque(maxlen=MAX_ALERTS)
         self._message_until = 0.0
+        self._has_terminal = has_terminal and not is_hung_up()
         self.deck = Deck(self, folder or Path.cwd())
         self._changes = Changes(self)
         self.canvas = Canvas(self._draw, themes.styles(theme, is_mono=self._is_mono), is_ascii=is_ascii)
@@ -118,6 +130,10 @@ class Console(App[None], inherit_bindings=False):
         """Its own thread: a router that hangs for two seconds must not make a key wait."""
         self._remember()
         while not self._ends.is_set():
+            if self._has_terminal and is_hung_up():
+                # Whoever looked is gone: nobody can press q, and reading from nothing would keep a core busy.
+                os.kill(os.getpid(), signal.SIGHUP)
+                return
             self._wake.clear()
             message: Message
             try:
@@ -282,8 +298,9 @@ class Console(App[None], inherit_bindings=False):
         self.redraw()
 
     def action_help(self) -> None:
-        text = keys.help_text(self.command_keymap, is_read_only=self.model.is_read_only)
-        self.push_screen(dialogs.Text("Keys", text))
+        is_wide = self.size.width >= 120
+        text = keys.help_text(self.command_keymap, is_read_only=self.model.is_read_only, columns=2 if is_wide else 1)
+        self.push_screen(dialogs.Text("Keys", text, is_wide=is_wide))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for id, action, text in keys.commands():

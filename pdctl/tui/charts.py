@@ -103,10 +103,10 @@ def area(
                     bits |= _DOTS[3 - dot][side]
             if row == 0 and column in marks:
                 spans.append(("▽", "accent"))
+            elif row == limit_row and not (bits and column % 3):  # it shines through what is over it
+                spans.append(("┄", "mark-high"))
             elif bits:
                 spans.append((chr(0x2800 + bits), "spark"))
-            elif row == limit_row:
-                spans.append(("┄", "mark-high"))
             else:
                 spans.append((" ", ""))
         lines.append(Line().extend(_merge(spans)))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
@@ -24,10 +24,12 @@ Dialog > Vertical {
     width: 76; max-width: 100%; height: auto; max-height: 100%;
     border: round $accent; background: $surface; padding: 0 1;
 }
+Dialog.wide > Vertical { width: 118; }
+Dialog VerticalScroll { height: auto; max-height: 80vh; scrollbar-size-vertical: 1; }
 Dialog .title { text-style: bold; }
 Dialog .wrong { color: $error; }
 Dialog .hint { color: $foreground-muted; }
-Dialog Input { border: tall $primary; margin: 0; }
+Dialog Input { border: round $primary; margin: 0; }
 """
 
 
@@ -39,19 +41,20 @@ class Dialog(ModalScreen[str | None]):
 
 
 class Text(Dialog):
-    """Something to read; any of its keys closes it."""
+    """Something to read, that scrolls where it is longer than the screen; any of its keys closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space,q,question_mark,d", "cancel", "Close")]
 
-    def __init__(self, title: str, body: str) -> None:
-        super().__init__()
+    def __init__(self, title: str, body: str, *, is_wide: bool = False) -> None:
+        super().__init__(classes="wide" if is_wide else None)
         self._title, self._body = title, body
 
     def compose(self) -> ComposeResult:
         with Vertical():
             yield Static(self._title, classes="title", markup=False)
-            yield Static(self._body, markup=False, id="body")
-            yield Static("esc closes", classes="hint", markup=False)
+            with VerticalScroll():
+                yield Static(self._body, markup=False, id="body")
+            yield Static("esc closes   ↑ ↓ scroll", classes="hint", markup=False)
 
 
 class Ask(Dialog):

@@ -9,7 +9,7 @@ _KEYS = (
     ("q,ctrl+c", "quit", "quit", "leave; the servers keep running"),
     ("question_mark,f1", "help", "help", "this list"),
     ("colon,ctrl+p", "palette", "command_palette", "find an action by its name"),
-    ("escape", "back", "back", "close, clear the filter, back to the overview"),
+    ("escape", "back", "back", "close; clear the filter; back to overview"),
     ("enter", "open", "open", "open the selected row; in Tune: edit"),
     ("tab", "panel", "panel", "overview: workers or knobs"),
     ("1", "view_overview", "view('overview')", "overview"),
@@ -42,7 +42,7 @@ _KEYS = (
     ("v", "level", "level", "logs: from which level on"),
     ("n", "next_error", "next_error", "logs: the next error back"),
     ("c", "copy", "copy", "copy the selected row (OSC 52)"),
-    ("s", "snapshot", "snapshot", "save the screen as SVG and the frame as JSON"),
+    ("s", "snapshot", "snapshot", "save screen (SVG) and frame (JSON)"),
     ("ctrl+r", "record", "record", "record frames into a file for --replay"),
     ("a", "ack", "ack", "show alerts and acknowledge them"),
     ("t", "tune", "tune", "knobs"),
@@ -56,7 +56,7 @@ _KEYS = (
     ("K", "kill", "change('kill')", "kill the selected worker"),
     ("T", "theme", "theme", "next theme"),
 )
-CHANGES = frozenset({"apply", "undo", "drain", "restart", "kill", "discard", "boot"})
+CHANGES = frozenset({"diff", "apply", "undo", "drain", "restart", "kill", "discard", "boot"})
 _SHOWN = {
     "question_mark": "?",
     "colon": ":",
@@ -84,12 +84,14 @@ def commands() -> list[tuple[str, str, str]]:
     return [(id, action, text) for _, id, action, text in _KEYS]
 
 
-def help_text(keymap: dict[str, str], *, is_read_only: bool) -> str:
-    """Two columns; what a read-only console cannot do is not listed."""
+def help_text(keymap: dict[str, str], *, is_read_only: bool, columns: int = 1) -> str:
+    """Keys and what they do, in so many columns; what a read-only console cannot do is not listed."""
     rows = []
     for keys, id, _, text in _KEYS:
         if is_read_only and id in CHANGES:
             continue
         shown = " ".join(_SHOWN.get(key, key) for key in keymap.get(id, keys).split(","))
         rows.append(f"{shown:<16}{text}")
-    return "\n".join(rows)
+    height = -(-len(rows) // columns)
+    parts = [rows[i : i + height] for i in range(0, len(rows), height)]
+    return "\n".join("".join(part[i].ljust(57) for part in parts if i < len(part)).rstrip() for i in range(height))

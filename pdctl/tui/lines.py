@@ -103,6 +103,12 @@ def window(count: int, selected: int, height: int) -> range:
     return range(first, first + height)
 
 
+def tail(text: str, width: int) -> str:
+    """The end of a path that is too long, for that is what tells it from others; other text is left to be cut."""
+    is_path = text.startswith(("/", "unix:/")) and cell_len(text) > width > 1
+    return f"…{text[1 - width :]}" if is_path else text
+
+
 def cell(text: str, width: int) -> str:
     """Left, or with a negative width right; cut to fit, with an ellipsis that says so."""
     size = abs(width)

@@ -51,7 +51,7 @@ def whoami() -> str:
 
 
 class RouterSource:
-    """What needs no more than the router: by URL and key."""
+    """What needs no more than the router: by URL and key. A read-only one has a key with which the router refuses."""
 
     def __init__(self, client: Client, *, name: str = "", is_read_only: bool = False) -> None:
         self.name = name or client.url
@@ -70,8 +70,6 @@ class RouterSource:
         return []
 
     def _call(self, method: str, path: str, body: Json | None = None) -> Json:
-        if self.is_read_only:
-            raise Refused("READ_ONLY: this console was started with --read-only")
         return self._client().call(method, path, body)
 
     def change(self, values: Json, *, if_rev: int, reason: str, revert_after_s: float | None) -> Json:
@@ -109,14 +107,14 @@ class StackSource(RouterSource):
         self.name = stack_dir.name
         self.is_read_only = is_read_only
         self._dir = stack_dir
-        self._reader = Reader(stack_dir)
+        self._reader = Reader(stack_dir, is_view=is_read_only)
         self._tail = LogTail(stack_dir)
 
     def _stack(self) -> Stack:
         return running(self._dir)
 
     def _client(self) -> Client:
-        return admin(self._dir, self._stack())
+        return admin(self._dir, self._stack(), is_view=self.is_read_only)
 
     def poll(self) -> Snapshot:
         snapshot = self._reader.read()

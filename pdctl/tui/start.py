@@ -8,6 +8,7 @@ from pdctl.client import Client
 from pdctl.exits import Exit, UsageError
 from pdctl.rundir import find
 from pdctl.tui.source import ReplaySource, RouterSource, Source, StackSource
+from server.viewing import view_twin
 
 ADMIN_KEY = "PDCTL_ADMIN_KEY"
 
@@ -38,6 +39,9 @@ def run(order: Order) -> int:
     if not sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ:
         source.close()
         raise UsageError("the console needs a terminal", help="pdctl top --once, or pdctl status")
+    if sys.stdout.isatty():
+        for name in ("COLUMNS", "LINES"):  # the terminal knows its size; what a parent once exported may be another's
+            os.environ.pop(name, None)
     from pdctl.tui.app import Console
     from pdctl.tui.themes import NAMES
 
@@ -52,6 +56,7 @@ def run(order: Order) -> int:
         theme=theme,
         is_ascii=order.is_ascii,
         keymap=keymap if isinstance(keymap, dict) else None,
+        has_terminal=True,
     )
     try:
         app.run(mouse=order.has_mouse)
@@ -68,8 +73,9 @@ def source_of(order: Order) -> tuple[Source, dict[str, object]]:
         url = order.host if "://" in order.host else f"http://{order.host}"
         key = os.environ.get(ADMIN_KEY, "")
         if not key:
-            raise UsageError(f"--host {order.host} needs the admin key in {ADMIN_KEY}")
-        return RouterSource(Client(url, key, timeout_s=5.0), is_read_only=order.is_read_only), {}
+            raise UsageError(f"--host {order.host} needs an admin or a view key in {ADMIN_KEY}")
+        sent = view_twin(key.encode()).decode() if order.is_read_only else key
+        return RouterSource(Client(url, sent, timeout_s=5.0), is_read_only=order.is_read_only), {}
     stack_dir = find(order.root, order.name)
     stack = stack_dir.read()
     tui = dict(stack.profile.get("tui") or {}) if stack is not None else {}

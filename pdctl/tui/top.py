@@ -21,7 +21,7 @@ GAP_S = 1.0
 
 
 def run(root: Path, name: str | None, *, as_json: bool) -> int:
-    """Two readings a second apart, for a rate needs two. Exit 6 where something is not ready."""
+    """Two readings a second apart, for a rate needs two. Exit 4: no supervisor, 6: something is not ready."""
     stack_dir = find(root, name)
     reader = Reader(stack_dir)
     model = Model(name=stack_dir.name)
@@ -38,6 +38,8 @@ def run(root: Path, name: str | None, *, as_json: bool) -> int:
     else:
         size = shutil.get_terminal_size((120, 40)) if sys.stdout.isatty() else (120, 40)
         print("\n".join(line.plain.rstrip() for line in overview.draw(model, size[0], size[1] - 1)).rstrip())
+    if seen.supervisor != "ready":
+        return Exit.UNREACHABLE
     return Exit.OK if seen.state == "ready" else Exit.DEGRADED
 
 

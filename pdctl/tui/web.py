@@ -62,6 +62,7 @@ def command(order: Order) -> str:
     """What a page runs."""
     words = [sys.executable, "-P", "-m", "pdctl", "--state-dir", str(order.root), "tui"]
     words += [order.name] if order.name else []
+    words += ["--host", order.host] if order.host else []
     is_read_only = order.is_read_only or not os.environ.get(ADMIN_KEY)
     words += ["--read-only"] if is_read_only else []
     words += ["--replay", order.replay] if order.replay else []

@@ -3,13 +3,17 @@
 from collections.abc import Callable, Iterable
 
 from server.engine.block_tables import BlockTables
+from server.engine.grant_gate import GrantGate
 from server.engine.limits import Limits
 from server.engine.roster import Roster
 from server.sequence import SeqState, Sequence
 
 
 class Admission:
-    def __init__(self, limits: Limits, tables: BlockTables, roster: Roster, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, limits: Limits, tables: BlockTables, roster: Roster, gate: GrantGate, clock: Callable[[], float]
+    ) -> None:
+        self._gate = gate
         self._limits = limits
         self._tables = tables
         self._roster = roster
@@ -59,9 +63,7 @@ class Admission:
         if num_running >= self._limits.max_running or not (was_swapped or self._may_pass_expected(seq)):
             return False
         need = self._tables.need(seq)
-        # Those that decode will each want a block soon: leave it to them, or admitting costs a preemption.
-        spare = 0 if seq.needs_grant else num_running
-        if need.num_taken + spare > self._tables.pool.num_free:
+        if need.num_taken + self._spare(seq) > self._tables.pool.num_free:
             self._starved = seq if seq.arrival <= self.horizon else None
             return False
         seq.num_computed = self._tables.take(seq, need)
@@ -69,6 +71,14 @@ class Admission:
             seq.num_cached = seq.num_computed
         self._roster.move(seq, SeqState.RUNNING)
         return True
+
+    def _spare(self, seq: Sequence) -> int:
+        """Blocks to leave to others: who decodes will want one soon, or admitting costs a preemption; and a grant is a
+        promise of all that its sequence will grow by."""
+        if seq.needs_grant:
+            return 0
+        num_running = len(self._roster.running)
+        return max(num_running, self._gate.num_spare(seq)) if self._limits.reserves_growth else num_running
 
     def _may_pass_expected(self, seq: Sequence) -> bool:
         """An aged sequence that waits to be granted is not overtaken by local prompts."""

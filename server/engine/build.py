@@ -46,6 +46,12 @@ def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None])
         host_swap_bytes=pool.host_swap_bytes,
     )
     runner.load(progress)
+    return engine_of(boot, role, runner)
+
+
+def engine_of(boot: Boot, role: Role, runner: ModelRunner) -> Engine:
+    """Of a model that is loaded, with an empty pool: the start of a worker, and of its next role."""
+    config, pool = boot.config, boot.config.pool(role)
     host = HostPool(runner.host.num_blocks)
     blocks = BlockPool(runner.pool.num_blocks, config.model.block_size, pool.prefix_cache, host)
     blocks.is_watched = config.router.policy == "kv-aware"
@@ -70,6 +76,7 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.max_running = pool.max_seqs
         case Decode():
             limits.max_running = pool.max_running
+            limits.reserves_growth = True
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
             limits.idle_swap_s = pool.idle_swap_s
@@ -91,6 +98,7 @@ def model_facts(boot: Boot, runner: ModelRunner) -> dict[str, str]:
         "kv_heads": str(spec.num_kv_heads),
         "head_dim": str(spec.head_dim),
         "block_size": str(spec.block_size),
+        "tp": "1",  # ranks of a worker; each has its share of the KV heads
         "layout": str(LAYOUT_VERSION),
         "window": str(spec.sliding_window),
         "rope": str(getattr(text, "rope_parameters", None)),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from server.engine.kv_cache import KVCachePool
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler, Step
-from server.sequence import Batch, Sequence
+from server.sequence import Batch, Sequence, Stuck, Token
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _SMOOTHING = 0.2  # weight of the newest step in its estimate
 @dataclass(slots=True)
 class StepResult:
     """`steps` is what `scheduler.update` gave. After a failed step `error` is set and `failed` holds the sequences
-    that it ended."""
+    that it ended; `stuck` are those that no token is left for."""
 
     batch: Batch
     steps: list[Step]
@@ -35,6 +35,7 @@ class StepResult:
     seconds: float
     failed: list[Sequence] = field(default_factory=list)
     error: Exception | None = None
+    stuck: list[tuple[Sequence, str]] = field(default_factory=list)
 
 
 class StepTimes:
@@ -99,7 +100,7 @@ class Engine:
             return self._fail(batch, unready, started)
         self._current = (started, batch.num_tokens)
         try:
-            tokens = self.runner.execute(batch)
+            sampled = self.runner.execute(batch)
         except Exception as error:
             return self._fail(batch, error, started)
         finally:
@@ -107,9 +108,13 @@ class Engine:
             self.num_steps += 1
         seconds = self._clock() - started
         self.times.observe(batch.num_tokens, seconds)
+        stuck = [(s.seq, t.why) for s, t in zip(batch.slices, sampled, strict=True) if isinstance(t, Stuck)]
+        tokens = [t if isinstance(t, Token) else None for t in sampled]
         with self.lock:
+            # Aborted first, so that update() passes them over.
+            stuck = [(seq, why) for seq, why in stuck if self.scheduler.abort(seq.id) is not None]
             steps = self.scheduler.update(batch, tokens)
-        return StepResult(batch, steps, started, seconds)
+        return StepResult(batch, steps, started, seconds, stuck=stuck)
 
     def copy_blocks(self) -> None:
         """With the lock held, after whatever let the scheduler hand out blocks, and before anybody uses these.

@@ -53,6 +53,13 @@ class GrantGate:
         roster = self._roster
         return sum(map(self._growth, chain(roster.running, roster.receiving.values(), roster.received)))
 
+    def num_spare(self, seq: Sequence) -> int:
+        """Blocks beside those of its known tokens that everybody's growth takes once `seq` runs too. Alone it is given
+        what there is."""
+        if not (self._roster.running or self._roster.receiving or self._roster.received):
+            return 0
+        return self.num_reserved + self._growth(seq, self._tables.blocks_for(seq.num_tokens))
+
     @property
     def is_low(self) -> bool:
         """Under both low marks: more could come than is asked for."""

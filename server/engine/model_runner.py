@@ -26,7 +26,7 @@ from server.engine.sampler import Sampler
 from server.engine.selfcheck import check_logits, check_sequence, eager_logits
 from server.errors import ModelError, StartError
 from server.grammar import Grammars
-from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
+from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Stuck, Token
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ class ModelRunner:
         self._weights: FusedWeights | None = None
         self._forward: Forward
         self._prompt_logprobs = PromptLogprobs()
-        self._sampler = Sampler(Grammars(self.folder, self.vocab_size))
+        self.grammars = Grammars(self.folder, self.vocab_size)
+        self._sampler = Sampler(self.grammars)
 
     # -- load ---------------------------------------------------------------------------------------------------------
 
@@ -213,9 +214,9 @@ class ModelRunner:
     # -- execute ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[Token | None]:
-        """One entry a slice of `batch`, in its order: the sampled token, or None where the slice ends before the last
-        known token."""
+    def execute(self, batch: Batch) -> list[Token | Stuck | None]:
+        """One entry a slice of `batch`, in its order: the sampled token, or why there is none; None where the slice
+        ends before the last known token."""
         slices = batch.slices
         order = row_order(slices)
         ordered = [slices[i] for i in order]
@@ -226,15 +227,15 @@ class ModelRunner:
         logits = self._forward.logits(meta, last + [row.flat for row in reading])
         if logits is not None and reading:
             self._prompt_logprobs.add(reading, logits[len(last) :])
-        tokens: list[Token | None] = [None] * len(slices)
+        tokens: list[Token | Stuck | None] = [None] * len(slices)
         if logits is not None and last:
             sampled = self._sampler.sample(logits[: len(last)], [ordered[row].seq for row in sampling])
             for row, token in zip(sampling, sampled, strict=True):
                 tokens[order[row]] = self._with_prompt(ordered[row].seq, token)
         return tokens
 
-    def _with_prompt(self, seq: Sequence, token: Token) -> Token:
-        if seq.params.num_prompt_logprobs < 0 or seq.output:
+    def _with_prompt(self, seq: Sequence, token: Token | Stuck) -> Token | Stuck:
+        if seq.params.num_prompt_logprobs < 0 or seq.output or isinstance(token, Stuck):
             return token
         return Token(token.id, token.logprob, token.top, self._prompt_logprobs.take(seq))
 

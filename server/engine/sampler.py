@@ -18,7 +18,7 @@ import torch
 
 from server.device import on_host
 from server.grammar import Grammars
-from server.sequence import SamplingParams, Sequence, Token
+from server.sequence import SamplingParams, Sequence, Stuck, Token
 
 _MASK64 = (1 << 64) - 1
 # top_p looks for its edge among this many most likely tokens first; a sort of the whole vocabulary costs milliseconds.
@@ -62,7 +62,7 @@ class Sampler:
     def __init__(self, grammars: Grammars | None = None) -> None:
         self._grammars = grammars
 
-    def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> list[Token]:
+    def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> Rows[Token | Stuck]:
         """[rows, vocab] logits of any float dtype, one row a sequence -> one Token each. `logits` is not changed."""
         if all(is_plain_greedy(s.params) for s in seqs):
             return [Token(i) for i in on_host(logits.argmax(-1)).tolist()]
@@ -75,7 +75,12 @@ class Sampler:
         if drawn:
             rows = shaped if len(drawn) == len(seqs) else shaped[drawn]
             chosen[drawn] = draw(rows, [seqs[i] for i in drawn])
-        return with_logprobs(raw, chosen, [s.params.num_logprobs for s in seqs])
+        tokens = with_logprobs(raw, chosen, [s.params.num_logprobs for s in seqs])
+        return [self._stuck(s) or t for s, t in zip(seqs, tokens, strict=True)]
+
+    def _stuck(self, seq: Sequence) -> Stuck | None:
+        why = self._grammars.failure(seq) if self._grammars is not None else ""
+        return Stuck(f"the grammar cannot go on after {len(seq.output)} tokens: {why}") if why else None
 
 
 # -- reshaping: constraints, bias, penalties --------------------------------------------------------------------------

@@ -86,8 +86,8 @@ class Scheduler:
         self._tables = BlockTables(pool)
         self._roster = Roster()
         self._clock = clock
-        self._admission = Admission(limits, self._tables, self._roster, clock)
         self._gate = GrantGate(limits, self._tables, self._roster)
+        self._admission = Admission(limits, self._tables, self._roster, self._gate, clock)
         self._batch: Batch | None = None  # under way
         self._to_free: list[Sequence] = []  # by the next update()
         self._generation = 0
@@ -137,11 +137,24 @@ class Scheduler:
     def granted(self, seq_id: SeqId, generation: int, num_resident_blocks: int) -> bool:
         """False: nobody here waits for it (aborted, begun under another grant, said before)."""
         seq = self._roster.by_id.get(seq_id)
-        if seq is None or seq.state is not SeqState.WAITING or not seq.needs_grant or generation <= seq.generation:
+        if seq is None or not seq.needs_grant or seq.state is SeqState.FINISHED or generation <= seq.generation:
+            return False
+        if seq.state is not SeqState.WAITING and seq.generation:
             return False
         seq.generation, seq.num_resident_blocks = generation, num_resident_blocks
-        self._roster.asked.add(seq_id)
+        if seq.state is SeqState.WAITING:
+            self._roster.asked.add(seq_id)
         return True
+
+    def ungrant(self, seq_id: SeqId) -> None:
+        """The grant, or the wait for one, is over: the decode worker is gone. One that waits leaves the line, until
+        `add` brings it back; of one that has begun everything computed stays, for the next grant."""
+        seq = self._roster.by_id.get(seq_id)
+        if seq is None or not seq.needs_grant:
+            return
+        seq.generation = seq.num_resident_blocks = 0
+        if seq.state is SeqState.WAITING:
+            self._drop(seq)
 
     def release(self, seq_id: SeqId) -> Sequence | None:
         """Frees a prefill half for good: the other side acknowledged, or nobody will read its blocks any more."""

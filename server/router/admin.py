@@ -19,10 +19,10 @@ from server.metrics import RouterMetrics
 from server.router.app import guarded
 from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
-from server.router.errors import ApiError, bad_request, unavailable
+from server.router.errors import ApiError, bad_request, no_worker, unavailable
 from server.router.gauges import samples
 from server.router.http import json_response
-from server.router.keys import Keys
+from server.router.keys import AdminKeys
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.spec import openapi
@@ -61,8 +61,13 @@ class Health:
             case "starting":
                 return unavailable("the server is starting", "starting", 5)
             case "no worker":
-                return unavailable("no worker is ready", "no_worker", 2)
+                return no_worker()
         return None
+
+    def turned_away(self) -> ApiError | None:
+        """As `refusal`, but that a request may wait for a worker that is coming back."""
+        is_waiting = self.state == "no worker" and self._dispatcher.is_worth_waiting
+        return None if is_waiting else self.refusal()
 
 
 class Admin:
@@ -75,7 +80,7 @@ class Admin:
         metrics: RouterMetrics,
         recent: Recent,
         stats: Stats,
-        keys: Keys,
+        keys: AdminKeys,
         names: list[str],
         store: KnobStore,
     ) -> None:
@@ -134,7 +139,7 @@ class Admin:
     # with the admin key
 
     async def state(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         dispatcher = self._dispatcher
         router = {
             "state": self._health.state,
@@ -156,14 +161,14 @@ class Admin:
 
     async def requests(self, request: Request) -> Response:
         """The newest first, those under way among them. `?limit=100`"""
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         limit = request.query_params.get("limit", "100")
         if not limit.isdecimal() or not 0 < int(limit) <= KEPT:
             raise bad_request("limit", f"limit: a number from 1 to {KEPT}")
         return json_response({"version": 1, "requests": self._recent.rows(int(limit))})
 
     async def request(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         found = self._recent.get(request.path_params["name"])
         if found is None:
             raise ApiError(404, "no such request among the last ones", param="id", code="not_found")
@@ -192,13 +197,9 @@ def _hybrid(chooser: Chooser) -> dict[str, Any]:
     }
 
 
-def _load(worker: Worker) -> dict[str, Any]:
-    return {} if worker.load is None else msgspec.structs.asdict(worker.load)
-
-
 def _worker(worker: Worker) -> dict[str, Any]:
     now = time.monotonic()
-    heartbeat = worker.heartbeat
+    load, heartbeat = worker.load, worker.heartbeat
     return {
         "name": worker.name,
         "role": worker.role,
@@ -209,8 +210,8 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "pid": worker.pid,
         "address": worker.address,
         "open": len(worker.open),
-        "load": _load(worker) or None,
-        "load_age_s": None if worker.load is None else round(now - worker.load_at, 3),
+        "load": None if load is None else msgspec.structs.asdict(load),
+        "load_age_s": None if load is None else round(now - worker.load_at, 3),
         "heartbeat": None if heartbeat is None else msgspec.structs.asdict(heartbeat),
         "heartbeat_age_s": None if heartbeat is None else round(now - worker.heartbeat_at, 3),
     }

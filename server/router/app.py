@@ -8,11 +8,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,12 +20,13 @@ from starlette.routing import Route
 
 from server.router import checks, openai
 from server.router.chat import ChatFormat
-from server.router.errors import ApiError, bad_request
-from server.router.generate import Generator, Job, new_id
+from server.router.errors import ApiError, bad_request, context_too_long, method_not_allowed
+from server.router.generate import Generator, Job, Output, new_id
 from server.router.http import (
     KV_HEADER,
     EventStream,
     close_stream,
+    count_sequences,
     error_response,
     json_response,
     read_body,
@@ -103,22 +103,22 @@ class Api:
     async def completions(self, http: Request) -> Response:
         request = openai.decode(await read_body(http), openai.CompletionRequest)
         model = self._find(request.model)
-        prepare = self._prepare.completions(request)
-        job = _job(http, request, new_id("cmpl"), "/v1/completions", model)
+        prepare, num_prompts = self._prepare.completions(request)
+        job = _job(http, request, new_id("cmpl"), "/v1/completions", model, num_prompts)
         return await self._answer(http, job, prepare, CompletionFormat(job, self._text, _wants_timing(http)))
 
     async def responses(self, http: Request) -> Response:
         asked = openai.decode(await read_body(http), ResponsesRequest)
         model = self._find(asked.model)
         try:
-            request, conversation = to_chat(asked, self._store)
+            request, conversation = to_chat(asked, self._store, tenant(http))
             prepare, use = self._prepare.chat(request)
         except ApiError as error:
             raise renamed(error) from error
         job = _job(http, request, new_id("resp", "_"), "/v1/responses", model)
         form = ResponseFormat(job, self._text, _wants_timing(http), asked, use, self._prepare.style)
         if asked.store is not False:
-            form.on_done = lambda body: self._store.add([*conversation, form.as_message()], body)
+            form.on_done = lambda body: self._store.add(job.tenant, [*conversation, form.as_message()], body)
         try:
             return await self._answer(http, job, prepare, form)
         except ApiError as error:
@@ -126,18 +126,19 @@ class Api:
 
     async def kept_response(self, http: Request) -> Response:
         name = http.path_params["name"]
-        kept = self._store.get(name)
+        kept = self._store.get(tenant(http), name)
         if http.method == "GET":
             return json_response(kept.body)
         if http.method == "POST":  # an action such as /compact, which is not served
-            raise ApiError(405, "Method Not Allowed")
-        self._store.remove(name)
+            raise method_not_allowed("GET, DELETE")
+        self._store.remove(tenant(http), name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     def _chat_format(self, job: Job, use: ToolUse | None, http: Request) -> ChatFormat:
         return ChatFormat(job, self._text, _wants_timing(http), use, self._prepare.style)
 
     async def _answer(self, http: Request, job: Job, prepare: Prepare, form: Format) -> Response:
+        count_sequences(http, job.num_sequences)
         if not job.request.stream:
             body = await until_disconnect(http.receive, self._whole(job, prepare, form))
             return json_response(body, headers=_handle(job))
@@ -145,18 +146,20 @@ class Api:
         events = self._events(job, prepare, form, late)
         first = asyncio.ensure_future(anext(events))
         try:
-            await until_disconnect(http.receive, _wait(first, self._keepalive_s))
+            await until_disconnect(http.receive, _wait(first, self._keepalive_s) if self._keepalive_s else first)
             late.set()
         except BaseException:
             await close_stream(first, events)
             raise
-        return EventStream(first, events, self._keepalive_s, _handle(job))
+        return EventStream(events, first=first, keepalive_s=self._keepalive_s, headers=_handle(job))
 
     async def _whole(self, job: Job, prepare: Prepare, form: Format) -> bytes:
         async with aclosing(self._generator.outputs(job, prepare)) as outputs:
-            async for output in outputs:
-                form.add(output)
-        return form.body()
+            async for batch in outputs:
+                for output in batch:
+                    job.completion_tokens += len(output.delta.ids)
+                    form.add(output)
+        return await asyncio.to_thread(form.body) if job.is_long else form.body()
 
     async def _events(
         self, job: Job, prepare: Prepare, form: Format, late: asyncio.Event
@@ -164,9 +167,9 @@ class Api:
         """Ends with [DONE]. Raises what comes before the first event, unless it is `late`: the response has begun."""
         try:
             async with aclosing(self._generator.outputs(job, prepare)) as outputs:
-                async for output in outputs:
-                    if chunk := form.chunks(output):
-                        yield chunk
+                async for batch in outputs:
+                    if chunks := b"".join(_chunks(job, form, batch)):
+                        yield chunks
             if usage := form.usage_chunk():
                 yield usage
         except Exception as error:
@@ -190,14 +193,15 @@ class Api:
         self._find(request.model)
         if request.tokens is None:
             raise bad_request("tokens", "tokens: required")
+        if len(request.tokens) > self._text.max_len:
+            raise context_too_long(self._text.max_len, len(request.tokens), "tokens")
         checks.check_ids("tokens", request.tokens, self._text.vocab_size)
-        return json_response({"prompt": self._text.decode(request.tokens, skip_special=False)})
+        (text,) = await self._text.decode_all([request.tokens])
+        return json_response({"prompt": text})
 
 
 def build(routes: list[Route]) -> Starlette:
     """The application without its gate."""
-    # Streams end when the router has drained, not when the signal comes: the router sees to that itself.
-    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _unhandled})
 
 
@@ -226,6 +230,8 @@ def _as_api_error(error: Exception) -> ApiError:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return error_response(method_not_allowed((error.headers or {}).get("Allow", "")))
     return error_response(
         ApiError(error.status_code, error.detail, code="not_found" if error.status_code == 404 else None)
     )
@@ -235,14 +241,16 @@ async def _unhandled(_: Request, error: Exception) -> Response:
     return error_response(_as_api_error(error))
 
 
-def _job(http: Request, request: openai.Request, name: str, endpoint: str, model: str) -> Job:
+def _job(http: Request, request: openai.Request, name: str, endpoint: str, model: str, num_prompts: int = 1) -> Job:
     return Job(
         request,
         name,
         request_id(http),
         endpoint,
         model,
+        num_prompts,
         tenant=tenant(http),
+        traceparent=http.headers.get("traceparent", ""),
         handle=http.headers.get(KV_HEADER, ""),
     )
 
@@ -256,8 +264,14 @@ def _wants_timing(http: Request) -> bool:
     return http.headers.get("x-pdctl-timing") == "1"
 
 
+def _chunks(job: Job, form: Format, batch: list[Output]) -> Iterator[bytes]:
+    for output in batch:
+        job.completion_tokens += len(output.delta.ids)  # as far as this chunk: a usage beside it says so
+        yield form.chunks(output)
+
+
 async def _wait(first: "asyncio.Future[bytes]", keepalive_s: float) -> None:
-    """For the first event, so that an error before it is a status; with keepalive, only as long as a proxy would."""
-    await asyncio.wait((first,), timeout=keepalive_s or None)
+    """For the first event, so that an error before it is a status, but only as long as a proxy would."""
+    await asyncio.wait((first,), timeout=keepalive_s)
     if first.done():
         first.result()

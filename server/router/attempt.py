@@ -1,22 +1,28 @@
 """One try of one sequence on one route, as the router sees it.
 
 1. Entering an `Attempt` sends Prefill and Decode at once.
-2. `next` gives tokens in index order, each index once, from whoever is first; None when the sequence is over. If
-   prefill fails on the way, decode is told to do the rest alone, and the client notices only the time it takes.
+2. `more` waits for tokens and `next` gives those that are here, in index order, each index once, from whoever is first.
+   If prefill fails on the way, decode is told to do the rest alone; if decode is lost before it had the prompt's KV,
+   another one gets it from prefill. The client notices only the time it takes.
 3. Leaving it, for whatever reason, aborts on both workers what has not said Done.
 """
 
 import asyncio
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from server.errors import PdctlError
 from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
 from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
 from server.sequence import SamplingParams, SeqId, Token
+
+BATCH = 16  # tokens taken at once: enough for one write to cost little, few enough for the inbox to tell who is behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,10 @@ class Plan:
         return replace(self, num_to_read=1, num_uncached=1)
 
 
+class Refused(PdctlError):
+    """The request's own terms leave no token to go on with: its grammar has run into a limit."""
+
+
 class Attempt:
     """One try of one sequence by one plan; by the other one, if what it counted on is not so."""
 
@@ -81,7 +91,9 @@ class Attempt:
         *,
         salt: str = "",
         deadline_s: float = 0.0,
+        another: Callable[[Route], Route | None] = lambda route: None,
     ) -> None:
+        """`another`: a route from the same prefill worker to another decode worker, if there is one."""
         self.id = seq_id
         self.plan = plan
         self.record = record
@@ -90,6 +102,8 @@ class Attempt:
         self._params = params
         self._salt = salt
         self._deadline_s = deadline_s
+        self._another = another
+        self._has_prefill = False  # prefill works for it, or holds its KV
         self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Worker | None = None  # until the first token
@@ -116,6 +130,7 @@ class Attempt:
         record.sent = time.perf_counter()
         self._reader = route.prefill or route.worker
         self._reader.begin_reading(plan.num_to_read)
+        self._has_prefill = route.prefill is not None
         if route.prefill is None:
             route.worker.attach(self.id, self._inbox)
             message = Prefill(self.id, self._prompt, self._params, self._salt, num_resident=plan.num_resident)
@@ -123,10 +138,13 @@ class Attempt:
         else:
             record.prefill = route.prefill.name
             route.prefill.crossed_at = time.monotonic()
-            route.prefill.attach(self.id, self._inbox)
-            route.worker.attach(self.id, self._inbox)
-            route.prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, route.worker.name))
-            route.worker.send(Decode(self.id, self._prompt, self._params, self._salt, route.prefill.name))
+            self._tell_pair(route.prefill, route.worker)
+
+    def _tell_pair(self, prefill: Worker, decode: Worker) -> None:
+        prefill.attach(self.id, self._inbox)
+        decode.attach(self.id, self._inbox)
+        prefill.send(Prefill(self.id, self._prompt, self._params, self._salt, decode.name))
+        decode.send(Decode(self.id, self._prompt, self._params, self._salt, prefill.name))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -137,17 +155,26 @@ class Attempt:
             if self._leave(worker):
                 worker.send(Abort(self.id, "left"))
 
-    async def next(self) -> Token | None:
-        """Raises ApiError when the sequence cannot go on."""
-        while (token := self._ahead.pop(self._next, None)) is None:
+    async def more(self) -> bool:
+        """Waits until `next` has a token; False when the sequence is over. Raises ApiError when it cannot go on, and
+        Refused when it could nowhere."""
+        while self._next not in self._ahead:
             if self.reason and not self._ahead:
-                return None
+                return False
             self._take(await self._inbox.get())
+            for item in itertools.islice(iter(self._inbox.token, None), BATCH - 1):
+                self._take(item)
             if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
                 self._inbox.is_paused = False
                 self.route.worker.send(Resume(self.id))
-        self._next += 1
-        self.record.mark_token()
+        return True
+
+    def next(self) -> Token | None:
+        """The next token, if it is here: a client that is behind gets several in one write."""
+        token = self._ahead.pop(self._next, None)
+        if token is not None:
+            self._next += 1
+            self.record.mark_token()
         return token
 
     def _take(self, event: Event) -> None:
@@ -161,8 +188,8 @@ class Attempt:
             case Lost():
                 lost = next((w for w in self.route.workers if w.name == event.worker and self.id in w.open), None)
                 if lost is self.route.worker:
-                    raise unavailable(f"worker {event.worker} was lost while it held this request", "worker_lost")
-                if lost is not None:
+                    self._go_elsewhere(lost)
+                elif lost is not None:
                     self._go_alone(lost)
             case NotResident():
                 self._go_otherwise(event)
@@ -188,12 +215,29 @@ class Attempt:
             record.prefill_stages = done.stages
         if done.reason == "error":
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
+        if done.reason == "refused":
+            raise Refused(done.message)
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
+
+    def _go_elsewhere(self, lost: Worker) -> None:
+        """Decode is gone. Until it had everything, which its second token tells, prefill has the prompt's KV, and
+        another decode worker can have it from there. Raises ApiError when that cannot be."""
+        self._leave(lost)
+        prefill, had_all = self.route.prefill, self._next > 1 or any(self._ahead)
+        route = self._another(self.route) if self._has_prefill and not had_all else None
+        if prefill is None or route is None:
+            if prefill is not None:
+                prefill.send(Abort(self.id, "decode worker lost"))
+            raise unavailable(f"worker {lost.name} was lost while it held this request", "worker_lost")
+        self.plan = replace(self.plan, route=route)
+        self.record.decode = route.worker.name
+        self._tell_pair(prefill, route.worker)
 
     def _go_alone(self, prefill: Worker) -> None:
         """Prefill cannot go on. Decode has the same model: it reads the prompt itself, from what has reached it."""
         self._leave(prefill)
+        self._has_prefill = False
         self.record.path, self.record.prefill = "colocated", ""
         self.route.worker.send(Prefill(self.id, self._prompt, self._params, self._salt))
 

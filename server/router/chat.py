@@ -56,6 +56,10 @@ class ChatFormat(Format):
             self._calls[index] = Calls(self._use.parser(self._style))
         return self._calls[index]
 
+    @property
+    def _is_plain(self) -> bool:
+        return self._use is None and super()._is_plain
+
     def _contents(self, output: Output, choice: Choice) -> list[dict[str, Any]]:
         calls = self._calls_of(output.index)
         if calls is None:

@@ -6,6 +6,7 @@ messages as a template wants them.
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any
 
 from server.router.errors import bad_request
@@ -22,6 +23,7 @@ MAX_N = 128
 MAX_CHOICES = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_IDS = 4096  # every step of the sequence looks at each of them
 # What apply_chat_template takes for itself; a template's own variables are free.
 _NO_KWARGS = frozenset(("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "return_dict"))
 _NO_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -74,8 +76,10 @@ def check_common(request: Request, vocab_size: int) -> None:
     if r.seed is not None and not -INT64 <= r.seed < INT64:
         raise bad_request("seed", "seed: must fit into 64 bits")
     _check_stops(r)
-    check_ids("stop_token_ids", r.stop_token_ids or [], vocab_size)
-    check_ids("allowed_token_ids", r.allowed_token_ids or [], vocab_size)
+    for name, ids in (("stop_token_ids", r.stop_token_ids), ("allowed_token_ids", r.allowed_token_ids)):
+        _check_count(name, ids or ())
+        check_ids(name, ids or [], vocab_size)
+    _check_count("logit_bias", r.logit_bias or ())
     if r.allowed_token_ids == []:
         raise bad_request("allowed_token_ids", "allowed_token_ids: must not be empty")
     read_bias(r.logit_bias, vocab_size)
@@ -97,6 +101,11 @@ def _check_stops(r: Request) -> None:
     for stop in r.stops:
         if not stop or len(stop) > MAX_STOP_CHARS:
             raise bad_request("stop", f"stop: each string must have 1 to {MAX_STOP_CHARS} characters")
+
+
+def _check_count(name: str, entries: Collection[Any]) -> None:
+    if len(entries) > MAX_IDS:
+        raise bad_request(name, f"{name}: at most {MAX_IDS} entries")
 
 
 def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
@@ -131,8 +140,9 @@ def check_completion(r: CompletionRequest) -> None:
 
 
 def check_chat(r: ChatRequest) -> None:
-    _number("max_completion_tokens", r.max_completion_tokens, 1, math.inf)
-    _number("max_tokens", r.max_tokens, 1 if r.max_completion_tokens is None else -math.inf, math.inf)
+    least = 0 if r.echo else 1
+    _number("max_completion_tokens", r.max_completion_tokens, least, math.inf)
+    _number("max_tokens", r.max_tokens, least if r.max_completion_tokens is None else -math.inf, math.inf)
     _number("top_logprobs", r.top_logprobs, -1, MAX_LOGPROBS)
     if r.top_logprobs is not None and r.top_logprobs != 0 and not r.logprobs:
         raise bad_request("top_logprobs", "top_logprobs: only with logprobs=true")

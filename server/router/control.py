@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,8 +13,8 @@ from server.router.audit import DrainRecord
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
 from server.router.events import Events
-from server.router.http import json_response, read_body
-from server.router.keys import Keys
+from server.router.http import EventStream, json_response, read_body
+from server.router.keys import AdminKeys
 from server.router.knobs import Entry, KnobStore
 from server.router.tuning import Tuning
 from server.router.worker import Worker
@@ -50,13 +49,13 @@ class Reset(msgspec.Struct, forbid_unknown_fields=True):
 
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     name: Note
-    role: Literal["decode", "colocated"]
+    role: Literal["prefill", "decode", "colocated"]
     address: Note
 
 
 class Control:
     def __init__(
-        self, tuning: Tuning, dispatcher: Dispatcher, drained: DrainRecord, events: Events, keys: Keys
+        self, tuning: Tuning, dispatcher: Dispatcher, drained: DrainRecord, events: Events, keys: AdminKeys
     ) -> None:
         """Workers that an earlier router of this run had drained stay so."""
         self._tuning = tuning
@@ -84,11 +83,11 @@ class Control:
         ]
 
     async def knobs(self, request: Request) -> Response:
-        self._keys.check(request.headers)
-        return json_response(describe(self._tuning.store))
+        may_change = self._keys.admit(request)
+        return json_response(describe(self._tuning.store, may_change=may_change))
 
     async def change(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), Change)
 
         def make() -> Entry:
@@ -104,13 +103,13 @@ class Control:
         return await self._answer(make, body.dry_run)
 
     async def undo(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), Undo)
         by = body.by or _peer(request)
         return await self._answer(lambda: self._tuning.store.undo(body.rev, by=by, reason=body.reason), body.dry_run)
 
     async def reset(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), Reset)
         by = body.by or _peer(request)
         return await self._answer(lambda: self._tuning.store.reset(body.knobs, by=by, reason=body.reason), body.dry_run)
@@ -120,7 +119,7 @@ class Control:
         return json_response(_outcome(self._tuning.store.rev, entry, is_dry))
 
     async def audit(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         store = self._tuning.store
         return json_response({"version": 1, "rev": store.rev, "entries": store.entries})
 
@@ -131,13 +130,16 @@ class Control:
         return self._set_draining(request, False)
 
     def _set_draining(self, request: Request, is_draining: bool) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         worker = self._worker(request)
         self._workers.drain(worker, is_draining)
-        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
+        self._note_drained()
         return json_response(
             {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
         )
+
+    def _note_drained(self) -> None:
+        self._drained.write([name for name, each in self._workers.all.items() if each.is_draining])
 
     def _worker(self, request: Request) -> Worker:
         worker = self._workers.all.get(request.path_params["name"])
@@ -147,7 +149,7 @@ class Control:
         return worker
 
     async def add_worker(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         body = _decode(await read_body(request), NewWorker)
         if body.name in self._workers.all:
             raise ApiError(409, f"there is a worker {body.name}", param="name", code="CONFLICTS_WITH")
@@ -156,21 +158,22 @@ class Control:
         return json_response({"version": 1, "worker": worker.name, "state": worker.shown_state, "open": 0})
 
     async def remove_worker(self, request: Request) -> Response:
-        self._keys.check(request.headers)
+        self._keys.admit(request)
         worker = self._worker(request)
         if worker.is_connected and not worker.is_drained:
             raise ApiError(409, f"{worker.name} is not drained", param="name", code="CONFLICTS_WITH")
         await self._workers.remove(worker)
+        self._note_drained()
         self._dispatcher.find_routes()
         return json_response({"version": 1, "worker": worker.name, "state": "removed", "open": 0})
 
     async def events(self, request: Request) -> Response:
-        self._keys.check(request.headers)
-        return EventSourceResponse(self._events.watch(), sep="\n", ping=3600, headers={"Cache-Control": "no-cache"})
+        self._keys.admit(request)
+        return EventStream(self._events.watch())
 
 
-def describe(store: KnobStore) -> dict[str, Any]:
-    """What `pdctl get` and the tune screen show."""
+def describe(store: KnobStore, *, may_change: bool = True) -> dict[str, Any]:
+    """What `pdctl get` and the tune screen show, to one who may or may not change them."""
     knobs = {
         name: {
             "now": store.values[name],
@@ -184,7 +187,7 @@ def describe(store: KnobStore) -> dict[str, Any]:
         }
         for name, knob in store.knobs.items()
     }
-    return {"version": 1, "rev": store.rev, "read_only": store.is_read_only, "knobs": knobs}
+    return {"version": 1, "rev": store.rev, "read_only": store.is_read_only or not may_change, "knobs": knobs}
 
 
 def _outcome(rev: int, entry: Entry | None, is_dry: bool) -> dict[str, Any]:

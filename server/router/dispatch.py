@@ -2,10 +2,11 @@
 
 1. A route is `pd` (a prefill and a decode worker) or one worker that does it all; a probe has to prove it first.
 2. `Dispatcher.choose` picks one for a prompt; `open` makes an `Attempt` on it.
-3. `admit` counts who waits for a first token, and says no early: 429 with Retry-After.
+3. `admit` counts the sequences that wait for a first token, and says no early: 429 with Retry-After.
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
@@ -16,7 +17,7 @@ from server.config import Config
 from server.knobs import Value
 from server.router.attempt import Attempt, Plan, Route
 from server.router.choice import Chooser
-from server.router.errors import overloaded, unavailable
+from server.router.errors import no_worker, overloaded
 from server.router.timing import Record
 from server.router.worker import Worker
 from server.router.workers import Workers
@@ -32,6 +33,7 @@ class Dispatcher:
     def __init__(self, workers: Workers, config: Config, max_len: int) -> None:
         self.workers = workers
         self.queue_high = config.router.queue_high
+        self._worker_wait_s = config.router.worker_wait
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
         self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
@@ -71,6 +73,7 @@ class Dispatcher:
 
     def prove(self, route: Route, instances: tuple[str, str]) -> None:
         self._proven[route.name] = instances
+        self.workers.reported.beat()
 
     def is_proven(self, route: Route) -> bool:
         return route.is_connected and self._proven.get(route.name) == route.instances
@@ -83,6 +86,28 @@ class Dispatcher:
     def can_serve(self) -> bool:
         return any(map(self.is_open, self.routes)) or bool(self._alone())
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a route is only lacking a worker, or its proof, that a restart brings."""
+        return any(
+            not self.is_proven(route) and not any(worker.is_draining for worker in route.workers)
+            for route in self.routes
+        )
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        return self._worker_wait_s > 0 and self.is_recovering
+
+    async def some_route(self) -> None:
+        """Returns when a prompt can go somewhere, at once as a rule. While the supervisor restarts the only worker, the
+        request keeps its place in the queue. Raises ApiError 503 when that takes too long, or nobody comes back."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._worker_wait_s):
+                while not self.can_serve and self.is_recovering:
+                    await self.workers.reported.wait()
+        if not self.can_serve:
+            raise no_worker()
+
     def choose(self, prompt: Sequence[int], salt: str = "", handle: str = "", same: Plan | None = None) -> Plan:
         """`same`: the plan by which the prompt was just read; it stands while its workers serve. Raises ApiError 503
         when no worker can take it."""
@@ -92,7 +117,7 @@ class Dispatcher:
         alone = [Route(worker) for worker in self._alone()]
         plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle))
         if plan is None:
-            raise unavailable("no worker is ready", "no_worker")
+            raise no_worker()
         return plan
 
     def _pinned(self, handle: str) -> Worker | None:
@@ -142,7 +167,13 @@ class Dispatcher:
         deadline_s: float = 0.0,
     ) -> Attempt:
         seq_id = SeqId(self.workers.me.instance, next(self._number), 0)
-        return Attempt(seq_id, plan, prompt, params, record, salt=salt, deadline_s=deadline_s)
+        return Attempt(seq_id, plan, prompt, params, record, salt=salt, deadline_s=deadline_s, another=self._another)
+
+    def _another(self, route: Route) -> Route | None:
+        """From the same prefill worker to the decode worker, another than this one, with the least to do."""
+        others = [r for r in self.routes if r.prefill is route.prefill and r.worker is not route.worker]
+        able = [other for other in others if self.is_proven(other) and not other.worker.is_draining]
+        return min(able, key=lambda other: len(other.worker.open), default=None)
 
     # the queue
 
@@ -150,11 +181,12 @@ class Dispatcher:
     def in_flight(self) -> int:
         return self.waiting + self.running
 
-    def admit(self) -> None:
-        """One more request waits for its first token. Raises ApiError 429 when `queue_high` of them do already."""
+    def admit(self, count: int) -> None:
+        """A request of `count` sequences, each of which waits for its first token. Raises ApiError 429 when
+        `queue_high` do already; under that a request gets in whole, so that a large one is not passed over for ever."""
         if self.waiting >= self.queue_high:
             raise overloaded(self.waiting, self._retry_after_s())
-        self.waiting += 1
+        self.waiting += count
         self.idle.clear()
 
     def note_first_token(self) -> None:
@@ -162,12 +194,10 @@ class Dispatcher:
         self.running += 1
         self._first_tokens.append(time.monotonic())
 
-    def leave(self, *, has_first: bool) -> None:
-        """The request that `admit` let in is over."""
-        if has_first:
-            self.running -= 1
-        else:
-            self.waiting -= 1
+    def leave(self, count: int, num_begun: int) -> None:
+        """The request that `admit` let in is over; so many of its sequences had their first token."""
+        self.running -= num_begun
+        self.waiting -= count - num_begun
         if not self.in_flight:
             self.idle.set()
 

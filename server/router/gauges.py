@@ -44,7 +44,8 @@ _COUNTERS = {
 _TRANSFER_COUNTERS = {
     "checksum_failures_total": "Chunks whose bytes were not those that were sent",
     "lost_total": "Chunks that came empty",
-    "lease_expired_total": "Grants that prefill stopped renewing",
+    "lease_expired_total": "Grants whose other side stopped renewing, or answering",
+    "regranted_total": "Prompts handed to another decode worker when the first one was lost",
     "recomputed_total": "Sequences computed on the decode side after all",
     "quarantined_slots": "Ring slots that an ended path might still write",
     "encode_s_total": "Seconds in the codec, sending",

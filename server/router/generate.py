@@ -1,7 +1,7 @@
 """From a checked request to a stream of outputs: one coroutine owns a request and all its sequences.
 
-1. `Generator.outputs` takes a place in the queue (429 when there is none) and prepares the job: template, tokens,
-   lengths (400).
+1. `Generator.outputs` takes a place in the queue for each choice (429 when there is none) and prepares the job:
+   template, tokens, lengths (400).
 2. Each choice is one sequence: a route, an attempt, a decoder. Several choices run at once and interleave.
 3. Whatever ends it (the last token, an error, the client gone) leaves through `finally`: the attempts abort what is
    left on the workers, the place is given back, records and metrics are written.
@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from server.metrics import RouterMetrics
-from server.router.attempt import Attempt
+from server.router import structured
+from server.router.attempt import Attempt, Refused
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, context_too_long
 from server.router.openai import Bounds, Request, pick_seed, sampling
@@ -31,6 +32,8 @@ from server.sequence import SamplingParams, Token
 
 logger = logging.getLogger(__name__)
 
+LONG = 2000  # tokens
+
 
 @dataclass(slots=True)
 class Output:
@@ -40,6 +43,9 @@ class Output:
     delta: Delta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+
+Item = list[Output] | Exception | None  # of one choice among several; None: it is over
 
 
 class Lead:
@@ -65,6 +71,7 @@ class Job:
     request_id: str
     endpoint: str
     model: str
+    num_prompts: int = 1
     arrival: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(default_factory=list)
@@ -72,11 +79,23 @@ class Job:
     bounds: Bounds = field(default_factory=Bounds)
     prompt_logprobs: dict[int, tuple[Token, ...]] = field(default_factory=dict)  # by prompt, from its second token on
     echoes: list[str] = field(default_factory=list)  # by prompt, what comes before the output
+    echo_offsets: list[list[int]] = field(default_factory=list)  # by prompt, where its tokens begin; with logprobs
     records: list[Record] = field(default_factory=list)  # by choice
     completion_tokens: int = 0
     tenant: str = ""  # whose key it came with
+    traceparent: str = ""
     handle: str = ""  # of the conversation's last turn, if the client sent one
     workers: list[Worker] = field(default_factory=list)  # that give the output
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.request.num_choices
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its body is so much to write that the streams of others would notice."""
+        tells_prompt = bool(self.echoes) or self.request.num_prompt_logprobs >= 0
+        return self.completion_tokens + (self.prompt_tokens if tells_prompt else 0) > LONG
 
     @property
     def next_handle(self) -> str:
@@ -121,54 +140,62 @@ class Generator:
         self._stats = stats
         self._timeout_s = request_timeout_s
 
-    async def outputs(self, job: Job, prepare: Callable[[Job], Awaitable[None]]) -> AsyncGenerator[Output, None]:
+    async def outputs(self, job: Job, prepare: Callable[[Job], Awaitable[None]]) -> AsyncGenerator[list[Output], None]:
         """Raises ApiError. Close it to end the request."""
         dispatcher = self._dispatcher
         try:
-            dispatcher.admit()
+            dispatcher.admit(job.num_sequences)
         except ApiError as error:
             self._stats.request_over(str(error.status))
             raise
-        has_first = False
+        begun: set[int] = set()
         status = "cancelled"
         try:
             await prepare(job)
+            await dispatcher.some_route()
             self._begin(job)
             async with aclosing(self._choices(job)) as outputs:
-                async for output in outputs:
-                    if not has_first:
-                        has_first = True
+                async for batch in outputs:
+                    for index in {output.index for output in batch} - begun:
+                        begun.add(index)
                         dispatcher.note_first_token()
-                    job.completion_tokens += len(output.delta.ids)
-                    yield output
+                    yield batch
             status = "200"
         except ApiError as error:
             status = str(error.status)
             raise
+        except Refused as error:
+            status = "400"
+            raise structured.refused(job.bounds.field, error.message, "grammar_limit") from error
         finally:
-            dispatcher.leave(has_first=has_first)
+            dispatcher.leave(job.num_sequences, len(begun))
             self._end(job, status)
 
     def _begin(self, job: Job) -> None:
-        count = len(job.prompts) * job.request.num_choices
         job.records = [
-            Record(arrival=job.arrival, request=job.request_id, endpoint=job.endpoint, stats=self._stats)
-            for _ in range(count)
+            Record(
+                arrival=job.arrival,
+                request=job.request_id,
+                traceparent=job.traceparent,
+                endpoint=job.endpoint,
+                stats=self._stats,
+            )
+            for _ in range(job.num_sequences)
         ]
         self._recent.add(job.id, job.request_id, job.records)
 
-    async def _choices(self, job: Job) -> AsyncGenerator[Output, None]:
+    async def _choices(self, job: Job) -> AsyncGenerator[list[Output], None]:
         seed = pick_seed(job.request)
         leads = [Lead() for _ in job.prompts]
         n = job.request.num_choices
         choices = [self._choice(job, index, seed, leads[index // n]) for index in range(len(job.records))]
         if len(choices) == 1:
             async with aclosing(choices[0]) as outputs:
-                async for output in outputs:
-                    yield output
+                async for batch in outputs:
+                    yield batch
             return
         # Bounded, so that choices wait for a client that does not read, as a single one does.
-        queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue(len(choices))
+        queue: asyncio.Queue[Item] = asyncio.Queue(len(choices))
         tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
         try:
             ended = 0
@@ -185,24 +212,24 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _choice(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[Output, None]:
+    async def _choice(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[list[Output], None]:
         try:
             if index % job.request.num_choices:
                 await lead.has_read.wait()
             async with aclosing(self._outputs(job, index, seed, lead)) as outputs:
-                async for output in outputs:
-                    yield output
+                async for batch in outputs:
+                    yield batch
         finally:
             lead.has_read.set()
 
-    async def _outputs(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[Output, None]:
+    async def _outputs(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[list[Output], None]:
         request, record = job.request, job.records[index]
         which, choice = divmod(index, request.num_choices)
         prompt, max_tokens = job.prompts[which], job.max_tokens[which]
         params = self._params(job, which, choice, seed)
         if max_tokens == 0 and params.num_prompt_logprobs < 0:  # echo only: nothing for a worker to do
             record.prompt_tokens, record.reason = len(prompt), "length"
-            yield Output(index, Delta(), "length")
+            yield [Output(index, Delta(), "length")]
             return
         decoder = self._decoder(request, prompt, params)
         stop: str | int | None = None
@@ -213,27 +240,31 @@ class Generator:
         lead.attempt = lead.attempt or attempt
         async with attempt:
             job.workers.append(attempt.route.worker)
-            while (token := await attempt.next()) is not None:
-                if token.prompt:
-                    job.prompt_logprobs[which] = token.prompt
-                if max_tokens == 0:
-                    record.reason = "length"
-                    break
-                lead.saw(record.output_tokens - 1)
-                last_id = token.id
-                delta = decoder.feed(token)
-                if delta.is_stopped:
-                    stop, record.reason = delta.stop, "stop"
-                    break
-                yield Output(index, delta)
-            else:
-                delta = decoder.finish()
+            last: Delta | None = None
+            while last is None and await attempt.more():
+                batch: list[Output] = []
+                while last is None and (token := attempt.next()) is not None:
+                    if token.prompt:
+                        job.prompt_logprobs[which] = token.prompt
+                    if max_tokens == 0:
+                        record.reason, last = "length", Delta()
+                        break
+                    lead.saw(record.output_tokens - 1)
+                    last_id = token.id
+                    delta = decoder.feed(token)
+                    if delta.is_stopped:
+                        stop, record.reason, last = delta.stop, "stop", delta
+                    else:
+                        batch.append(Output(index, delta))
+                if batch:
+                    yield batch
+            if last is None:
+                last = decoder.finish()
                 if attempt.reason == "stop" and last_id in (request.stop_token_ids or ()):
                     stop = last_id
         # The workers are free of it before the client hears of the end.
-        if max_tokens and (delta.text or delta.ids or delta.pieces):
-            yield Output(index, delta)
-        yield Output(index, Delta(), record.reason, stop)
+        rest = [Output(index, last)] if last.text or last.ids or last.pieces else []
+        yield [*rest, Output(index, Delta(), record.reason, stop)]
 
     def _params(self, job: Job, which: int, choice: int, seed: int) -> SamplingParams:
         params = sampling(
@@ -281,11 +312,11 @@ class Generator:
         logger.info("%s", job.endpoint, extra={"fields": fields})
 
 
-async def _pump(choice: AsyncGenerator[Output, None], queue: "asyncio.Queue[Output | Exception | None]") -> None:
+async def _pump(choice: AsyncGenerator[list[Output], None], queue: "asyncio.Queue[Item]") -> None:
     try:
         async with aclosing(choice) as outputs:
-            async for output in outputs:
-                await queue.put(output)
+            async for batch in outputs:
+                await queue.put(batch)
     except Exception as error:  # it is raised again where the queue is read
         await queue.put(error)
     else:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from server.router.errors import ApiError
 from server.router.keys import Keys, Quota
 
 KV_HEADER = "x-pdctl-kv"
-MAX_BODY = 32 * 2**20
+MAX_BODY = 8 * 2**20  # to read it holds the event loop: a tenth of a second for as much
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
@@ -48,6 +48,11 @@ def request_id(request: Request) -> str:
 def tenant(request: Request) -> str:
     """Whose key the request came with."""
     return str(request.scope["state"].get("tenant", ""))
+
+
+def count_sequences(request: Request, count: int) -> None:
+    """The request is `count` sequences of its key's. Raises ApiError 429."""
+    request.scope["state"]["held"].grow(count)
 
 
 class Gate:
@@ -75,7 +80,8 @@ class Gate:
 
         try:
             key = self._check(scope, headers)
-            with self._quota.hold(key):
+            with self._quota.hold(key) as held:
+                scope["state"]["held"] = held
                 await self._app(scope, receive, send_with_id)
         except ApiError as error:  # of the gate: the app makes responses of its own
             await error_response(error)(scope, receive, send_with_id)
@@ -116,7 +122,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """`work`'s result. Raises ClientDisconnect when the client leaves first; `work` has ended by then."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -138,15 +144,16 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """A started stream: `first` is the coming first event of `events`.
+    """Server-sent events, whole ones as bytes; `first`: the first of them, when somebody asked for it already.
 
-    LF only and no pings: CRLF and comments break clients that read line by line. Events come as whole bytes.
+    LF only and no comments unless `keepalive_s`: both break clients that read line by line.
     """
 
     def __init__(
         self,
-        first: "asyncio.Future[bytes]",
         events: AsyncGenerator[bytes, None],
+        *,
+        first: "asyncio.Future[bytes] | None" = None,
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -157,7 +164,7 @@ class EventStream(EventSourceResponse):
             ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
             headers={"Cache-Control": "no-cache", **(headers or {})},
         )
-        self._first = first
+        self._first = first or asyncio.ensure_future(anext(events))
         self._events = events
 
     async def _all(self) -> AsyncGenerator[bytes, None]:

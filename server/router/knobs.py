@@ -84,8 +84,16 @@ class KnobStore:
         self._check_together(after)
         if not is_forced:
             self._govern(after)
+        after = {name: value for name, value in after.items() if self._is_news(name, value)}
         revert_at = self._clock() + revert_after_s if revert_after_s else 0.0
         return self._entry("set", after, by=by, reason=reason, revert_at=revert_at)
+
+    def _is_news(self, name: str, value: Value) -> bool:
+        """A value that is there already says one thing at most: that a change which would be taken back is to stay."""
+        last = next((entry for entry in reversed(self.entries) if name in entry.after), None)
+        is_guarded = self._tune.auto_revert is not None
+        may_go = last is not None and last.op == "set" and (is_guarded or last.revert_at > self._clock())
+        return may_go or value != self.values[name]
 
     def undo(self, rev: int | None, *, by: str = "", reason: str = "", op: str = "undo") -> Entry:
         """Takes back revision `rev`; left out, the newest that was neither an undo nor taken back."""
@@ -170,7 +178,11 @@ class KnobStore:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or (not knob.is_share and value != int(value)):
             what = "a share such as 0.8" if knob.is_share else "a whole number"
-            raise Refusal("BAD_VALUE", f"{name}: {value!r} is not {what}{' or auto' if knob.has_auto else ''}", name)
+            raise Refusal(
+                "BAD_VALUE",
+                f"{name}: {msgspec.json.encode(value).decode()} is not {what}{' or auto' if knob.has_auto else ''}",
+                name,
+            )
         if not knob.low <= value <= knob.high:
             raise Refusal("OUT_OF_RANGE", f"{name}: {value} is not in {knob.low:g}..{knob.high:g} {knob.unit}", name)
         if knob.step > 1 and value % knob.step:

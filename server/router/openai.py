@@ -211,6 +211,7 @@ def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
 class Bounds(msgspec.Struct, frozen=True):
     """What the output is held to, found out while the request was prepared: it takes the tokenizer."""
 
+    field: str = ""  # of the request that the grammar comes from
     grammar: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
 

@@ -43,8 +43,8 @@ class Preparer:
 
         return prepare, use
 
-    def completions(self, request: CompletionRequest) -> Prepare:
-        """Raises ApiError 400."""
+    def completions(self, request: CompletionRequest) -> tuple[Prepare, int]:
+        """With the number of prompts. Raises ApiError 400."""
         checks.check_common(request, self._text.vocab_size)
         checks.check_completion(request)
         constraint = structured.read(request)
@@ -57,9 +57,19 @@ class Preparer:
             job.max_tokens = lengths(job, self._text.max_len, "prompt")
             job.bounds = await self._bounds(request, constraint)
             if request.echo:
-                job.echoes = [p if isinstance(p, str) else self._text.decode(p, skip_special=False) for p in prompts]
+                await self._echo(job, prompts)
 
-        return prepare
+        return prepare, len(prompts)
+
+    async def _echo(self, job: Job, prompts: list[str] | list[list[int]]) -> None:
+        """What was read: a prompt that was cut is echoed as cut."""
+        is_cut = job.request.truncate_prompt_tokens is not None
+        if not is_cut and isinstance(prompts[0], str):
+            job.echoes = prompts
+        else:
+            job.echoes = await self._text.decode_all(job.prompts)
+        if job.request.num_logprobs >= 0:
+            job.echo_offsets = await self._text.offsets(job.prompts, job.echoes)
 
     async def tokens(self, request: TokenizeRequest) -> list[int]:
         """As the same prompt or messages would be read by the other endpoints. Raises ApiError 400."""
@@ -74,8 +84,9 @@ class Preparer:
         special = request.add_special_tokens is not False
         return await self._text.encode(request.prompt, "prompt", special=special)
 
-    @staticmethod
-    def _messages(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    def _messages(self, request: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+        if len(request.messages or ()) > self._text.max_len:
+            raise bad_request("messages", f"messages: at most {self._text.max_len}, as many as the model takes tokens")
         resume, generation = bool(request.continue_final_message), request.add_generation_prompt
         return checks.read_messages(request.messages, resume=resume, generation=generation)
 
@@ -95,8 +106,7 @@ class Preparer:
     async def _encode(self, request: Request, prompt: str | list[int], param: str, special: bool) -> list[int]:
         cut = request.truncate_prompt_tokens
         if isinstance(prompt, str):
-            limit = self._text.max_len if cut is None else None
-            prompt = await self._text.encode(prompt, param, special=special, limit=limit)
+            prompt = await self._text.encode(prompt, param, special=special)
         if not prompt:
             raise bad_request(param, f"{param}: no tokens in it")
         if cut is None:
@@ -109,4 +119,4 @@ class Preparer:
         name, grammar = constraint
         if grammar and (wrong := await self._text.check_grammar(grammar)):
             raise structured.refused(name, wrong)
-        return Bounds(grammar, self._text.spellings(request.bad_words or []))
+        return Bounds(name, grammar, await self._text.spellings(request.bad_words or []))

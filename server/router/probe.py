@@ -91,8 +91,8 @@ class Prober:
             async with self._dispatcher.open(
                 Plan(route, len(self._prompt)), self._prompt, params, record, deadline_s=PROBE_TIMEOUT_S
             ) as attempt:
-                while await attempt.next() is not None:
-                    pass
+                while await attempt.more():
+                    attempt.next()
         except ApiError as error:
             logger.warning("probe through %s failed", route.name, extra={"fields": {"reason": error.message}})
             return

@@ -12,23 +12,28 @@ import msgspec
 
 from server.router.errors import ApiError
 from server.router.generate import Job, Output
-from server.router.text import Piece, Text, offsets
+from server.router.text import Piece, Text
 from server.sequence import Token
 
 LOWEST_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
+_BLANK = "\0"  # stands for a text, and is none
 # Line iterators of some clients split at these, within a JSON string too.
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 
 
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
+    return b"data: " + _json(data) + b"\n\n"
+
+
+def _json(data: Any) -> bytes:
     body = _encode(data)
     for raw, escaped in _LINE_ENDS:
         if raw in body:
             body = body.replace(raw, escaped)
-    return b"data: " + body + b"\n\n"
+    return body
 
 
 @dataclass(slots=True)
@@ -42,6 +47,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     is_begun: bool = False
+    frame: tuple[bytes, bytes] | None = None  # what is before and after the text in each event that has nothing else
 
 
 class Format:
@@ -62,10 +68,16 @@ class Format:
     def chunks(self, output: Output) -> bytes:
         """The events for `output`, b"" when it has nothing to say yet."""
         choice = self._choice(output.index)
+        if choice.frame is not None and not output.finish_reason:
+            text = output.delta.text
+            return _json(text).join(choice.frame) if text else b""
         choice.pieces += output.delta.pieces
         if self._job.request.return_token_ids:
             choice.ids += output.delta.ids
         parts = [] if choice.is_begun else self._opening(output.index, choice)
+        if not choice.is_begun and self._is_plain:
+            before, after = event(self._chunk(self._content(output.index, Choice(), _BLANK))).split(_encode(_BLANK))
+            choice.frame = before, after
         choice.is_begun = True
         parts += self._contents(output, choice)
         if output.finish_reason:
@@ -85,6 +97,12 @@ class Format:
         part = self._content(output.index, choice, output.delta.text)
         choice.pieces, choice.ids = [], []
         return [part]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether two events of a choice differ in their text alone."""
+        request = self._job.request
+        return not (request.continuous_usage or request.return_token_ids or request.num_logprobs >= 0)
 
     def _finish(self, output: Output, choice: Choice) -> None:
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
@@ -262,12 +280,11 @@ class CompletionFormat(Format):
         """Of the prompt's tokens; nothing says how likely the first one was."""
         ids = self._prompt_ids(index)
         known = self._job.prompt_logprobs.get(self._which(index), ())
-        echo = self._echo(index)
         return {
             "tokens": [self._piece(i)[0] for i in ids],
             "token_logprobs": [None, *(max(token.logprob, LOWEST_LOGPROB) for token in known)],
             "top_logprobs": [None, *(self._top(token.id, token.logprob, token.top) for token in known)],
-            "text_offset": offsets(self._text, ids, echo),
+            "text_offset": self._job.echo_offsets[self._which(index)],
         }
 
     def _top(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from server.router.calls import CallDelta, CallParser, Style
 from server.router.errors import ApiError
 from server.router.generate import Job, Output, new_id
 from server.router.render import Format, event
-from server.router.responses import ResponsesRequest
+from server.router.responses import ResponsesRequest, renamed
 from server.router.text import Text
 from server.router.tools import ToolUse
 
@@ -52,7 +52,7 @@ class ResponseFormat(Format):
         return b""
 
     def error_event(self, error: ApiError) -> bytes:
-        inner = error.body["error"]
+        inner = renamed(error).body["error"]
         body = self._event("error", code=inner["code"], message=inner["message"], param=inner["param"])
         return b"event: error\n" + event(body)
 

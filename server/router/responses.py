@@ -1,7 +1,8 @@
 """/v1/responses: the request as a chat request, the answers kept for a next turn, and the endpoint's own rules.
 
 1. `to_chat` turns input items into messages, the flat tool form into chat's, `text.format` into response_format.
-2. A conversation goes on by previous_response_id: `Store` keeps the messages of the last answers, within bounds.
+2. A conversation goes on by previous_response_id: `Store` keeps the messages of the last answers, within bounds, each
+   for the API key that it was made with.
 """
 
 from collections import OrderedDict
@@ -46,44 +47,46 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 class Stored(msgspec.Struct, frozen=True):
     messages: list[Item]
     body: dict[str, Any]
+    tenant: str
     size: int
 
 
 class Store:
-    """The last answers by id; the oldest leave first, when there are too many or too much of them."""
+    """The last answers by id; the oldest leave first, when there are too many or too much of them. To another tenant
+    than its own, an answer is not there."""
 
     def __init__(self, most: int = MAX_STORED, most_bytes: int = MAX_STORED_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._answers: OrderedDict[str, Stored] = OrderedDict()
         self._bytes = 0
 
-    def add(self, messages: list[Item], body: dict[str, Any]) -> None:
-        stored = Stored(messages, body, len(msgspec.json.encode((messages, body))))
+    def add(self, tenant: str, messages: list[Item], body: dict[str, Any]) -> None:
+        stored = Stored(messages, body, tenant, len(msgspec.json.encode((messages, body))))
         self._answers[body["id"]] = stored
         self._bytes += stored.size
         while self._answers and (len(self._answers) > self._most or self._bytes > self._most_bytes):
             self._bytes -= self._answers.popitem(last=False)[1].size
 
-    def get(self, name: str) -> Stored:
+    def get(self, tenant: str, name: str) -> Stored:
         """Raises ApiError 404."""
-        try:
-            return self._answers[name]
-        except KeyError:
-            raise ApiError(404, "there is no such response, or it is not kept any more", code="not_found") from None
+        found = self._answers.get(name)
+        if found is None or found.tenant != tenant:
+            raise ApiError(404, "there is no such response, or it is not kept any more", code="not_found")
+        return found
 
-    def remove(self, name: str) -> None:
+    def remove(self, tenant: str, name: str) -> None:
         """Raises ApiError 404."""
-        self._bytes -= self.get(name).size
+        self._bytes -= self.get(tenant, name).size
         del self._answers[name]
 
 
-def to_chat(r: ResponsesRequest, store: Store) -> tuple[ChatRequest, list[Item]]:
+def to_chat(r: ResponsesRequest, store: Store, tenant: str = "") -> tuple[ChatRequest, list[Item]]:
     """The chat request, and the conversation that the answer is to be added to. Raises ApiError 400."""
     if r.background:
         raise bad_request("background", "background: not supported")
     if r.max_output_tokens is not None and r.max_output_tokens < 1:
         raise bad_request("max_output_tokens", "max_output_tokens: must be at least 1")
-    earlier = _earlier(r.previous_response_id, store)
+    earlier = _earlier(r.previous_response_id, store, tenant)
     conversation = earlier + _messages(r.input)
     head = [{"role": "system", "content": r.instructions}] if r.instructions else []
     form = (r.text or {}).get("format")
@@ -116,11 +119,11 @@ def renamed(error: ApiError) -> ApiError:
     return ApiError(error.status, message, kind=error.kind, param=name, code=error.error_code)
 
 
-def _earlier(name: str | None, store: Store) -> list[Item]:
+def _earlier(name: str | None, store: Store, tenant: str) -> list[Item]:
     if name is None:
         return []
     try:
-        return list(store.get(name).messages)
+        return list(store.get(tenant, name).messages)
     except ApiError as error:
         message = f"previous_response_id: {error.message}"
         raise bad_request("previous_response_id", message, "previous_response_not_found") from error

@@ -7,7 +7,7 @@ _INT = {"type": ["integer", "null"]}
 _NUMBER = {"type": ["number", "null"]}
 _BOOL = {"type": ["boolean", "null"]}
 _TOKEN = {"type": "integer", "minimum": 0}
-_IDS = {"type": ["array", "null"], "items": _TOKEN}
+_IDS = {"type": ["array", "null"], "items": _TOKEN, "maxItems": 4096}
 _SHARE = {**_NUMBER, "minimum": 0, "maximum": 1}
 _PENALTY = {**_NUMBER, "minimum": -2, "maximum": 2}
 _COUNT = {**_INT, "minimum": 1}
@@ -89,6 +89,7 @@ _RESPONSE = {
     "tools": {"type": ["array", "null"], "items": {"type": "object"}},
     "tool_choice": _CHOICE,
 }
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _PROMPT = {
     "anyOf": [
         {"type": "string", "minLength": 1},
@@ -111,22 +112,23 @@ _ERRORS = {
 
 
 def openapi(version: str) -> dict[str, Any]:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream: dict[str, Any] = {"text/event-stream": {}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdctl", "version": version},
         "paths": {
             "/v1/models": {"get": _operation("served models")},
+            "/v1/models/{id}": {"parameters": [_ID], "get": _operation("a served model")},
             "/v1/chat/completions": {"post": _operation("chat", _CHAT, ["messages"], stream)},
             "/v1/completions": {"post": _operation("completion", _COMPLETION, ["prompt"], stream)},
             "/v1/responses": {"post": _operation("response", _RESPONSE, ["input"], stream)},
             "/v1/responses/{id}": {
-                "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
+                "parameters": [_ID],
                 "get": _operation("a kept response"),
                 "delete": _operation("forget a kept response"),
             },
             "/tokenize": {"post": _operation("token ids", {"prompt": _STRING, "messages": _MESSAGES})},
-            "/detokenize": {"post": _operation("text", {"tokens": _IDS}, ["tokens"])},
+            "/detokenize": {"post": _operation("text", {"tokens": {"type": "array", "items": _TOKEN}}, ["tokens"])},
             "/version": {"get": _operation("version")},
         },
     }

@@ -7,13 +7,16 @@ stopped    `stop`: connections closed
 """
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
 from server.boot import Boot, Status
 from server.card import text_facts
+from server.errors import StartError
 from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
@@ -24,15 +27,18 @@ from server.router.dispatch import Dispatcher
 from server.router.events import Events
 from server.router.generate import Generator
 from server.router.http import Gate, allow_origins
-from server.router.keys import Keys, Quota
+from server.router.keys import AdminKeys, Keys, Quota
 from server.router.knobs import KnobStore
 from server.router.probe import Prober
 from server.router.stats import Stats
 from server.router.text import Text
-from server.router.timing import Recent
+from server.router.timing import Recent, Record
 from server.router.tuning import Tuning
 from server.router.workers import Workers
 from server.wire import Identity
+
+if TYPE_CHECKING:
+    from server.router.spans import Spans
 
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -47,6 +53,7 @@ class Stack:
     text: Text
     events: Events
     tuning: Tuning
+    spans: "Spans | None"
     _probing: asyncio.Task[None] | None = field(default=None, init=False)
 
     @classmethod
@@ -79,7 +86,14 @@ class Stack:
             config.tune.auto_revert,
             config.slo,
         )
-        dispatcher.watch = tuning.guard.observe
+        spans = _spans()
+
+        def watch(record: Record) -> None:
+            tuning.guard.observe(record)
+            if spans is not None:
+                spans.record(record)
+
+        dispatcher.watch = watch
         prober = Prober(dispatcher, text.tokenizer.encode(PROBE_TEXT).ids, status.stage)
         health = Health(dispatcher, prober)
         metrics, recent = RouterMetrics(), Recent()
@@ -91,7 +105,10 @@ class Stack:
             names,
             config.router.keepalive_s,
         )
-        admin_keys = Keys.read(config.router.admin_key_file) if config.router.admin_key_file else Keys([secret])
+        admin_keys = AdminKeys(
+            Keys.read(config.router.admin_key_file) if config.router.admin_key_file else Keys([secret]),
+            Keys.read(config.router.view_key_file),
+        )
         admin = Admin(
             dispatcher=dispatcher,
             health=health,
@@ -106,8 +123,8 @@ class Stack:
         control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
         app = build([*api.routes(), *admin.routes(), *control.routes()])
         keys, quota = Keys.read(config.router.api_key_file), Quota(config.router.key_max_requests)
-        gate = allow_origins(Gate(app, keys, quota, health.refusal), config.router.cors_origins)
-        return cls(gate, workers, dispatcher, prober, health, text, events, tuning)
+        gate = allow_origins(Gate(app, keys, quota, health.turned_away), config.router.cors_origins)
+        return cls(gate, workers, dispatcher, prober, health, text, events, tuning, spans)
 
     def start(self) -> None:
         self.workers.start()
@@ -120,3 +137,17 @@ class Stack:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
         await self.workers.stop()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
+
+
+def _spans() -> "Spans | None":
+    """If the environment names a collector. Raises StartError when it does and the extra is missing."""
+    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{which}ENDPOINT") for which in ("", "TRACES_")):
+        return None
+    try:
+        from server.router.spans import Spans
+    except ImportError as error:
+        message = f"OTEL_EXPORTER_OTLP_ENDPOINT is set, and OpenTelemetry is not installed: {error}"
+        raise StartError(message, help="pip install 'pdctl[otel]', or unset it") from error
+    return Spans.to_collector()

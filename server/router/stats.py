@@ -27,8 +27,8 @@ class Window:
         self._since = clock() if since is None else since
         self._items: deque[tuple[float, float]] = deque(maxlen=kept)
 
-    def add(self, value: float) -> None:
-        self._items.append((self._clock(), value))
+    def add(self, value: float, now: float | None = None) -> None:
+        self._items.append((self._clock() if now is None else now, value))
 
     def values(self) -> list[float]:
         self._drop()
@@ -110,12 +110,12 @@ class Stats:
         self._totals["output_tokens"] += 1
 
     def next_token(self, worker: str, gap: float) -> None:
-        self._series["itl"].add(gap)
-        self._output_tokens.add(1.0)
+        now, stats = self._clock(), self._of(worker)
+        self._series["itl"].add(gap, now)
+        self._output_tokens.add(1.0, now)
         self._totals["output_tokens"] += 1
-        stats = self._of(worker)
-        stats.tokens.add(1.0)
-        stats.step.add(gap)
+        stats.tokens.add(1.0, now)
+        stats.step.add(gap, now)
 
     def request_over(self, status: str) -> None:
         """ "cancelled" is the client's own wish; 4xx are its mistakes; what is left at 5xx and 429 is ours."""

@@ -18,6 +18,7 @@ from server.router.errors import ApiError, bad_request
 from server.router.openai import Request
 
 MAX_CHOICES = 1000
+MAX_GRAMMAR_TEXT = 64 * 2**10  # what is read as GBNF holds the event loop: a tenth of a second for as much
 
 
 def read(r: Request) -> tuple[str, str]:
@@ -28,8 +29,8 @@ def read(r: Request) -> tuple[str, str]:
     return found[0] if found else ("", "")
 
 
-def refused(field: str, why: str) -> ApiError:
-    return bad_request(field, f"{field}: {why}")
+def refused(field: str, why: str, code: str | None = None) -> ApiError:
+    return bad_request(field, f"{field}: {why}", code)
 
 
 def _constraints(r: Request) -> list[tuple[str, str]]:
@@ -109,6 +110,8 @@ def _grammar(field: str, value: Any) -> str:
     """Lark, or GBNF as llama.cpp and vLLM's users write it."""
     if not isinstance(value, str) or not value.strip():
         raise refused(field, "grammar must be a string that is not empty")
+    if len(value) > MAX_GRAMMAR_TEXT:
+        raise refused(field, f"grammar must have at most {MAX_GRAMMAR_TEXT} characters")
     try:
         return lark_grammar(any_to_lark(value))
     except Exception as error:  # the converter raises what it likes

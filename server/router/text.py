@@ -10,11 +10,12 @@ Everything after tokenizing works token by token, so that a streamed text and a 
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -29,6 +30,7 @@ from server.sequence import Token
 # A UTF-8 character has at most 4 bytes and a token at least one: more held tokens than this are no character to come.
 MAX_HELD = 8
 CONTEXT_IDS = 4  # enough for a decoder to see that a word goes on
+R = TypeVar("R")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -53,6 +55,7 @@ class Text:
         self._longest = max((len(piece) for piece in self.tokenizer.get_vocab()), default=1)
         self._grammars = Grammars(model_dir, self.vocab_size)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # a costly one holds up no text
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -67,12 +70,16 @@ class Text:
 
     # in
 
-    async def encode(self, text: str, param: str, *, special: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids of `text`. Far too long a text is refused before it costs anything; `limit` None = no limit."""
+    async def encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`. What is too long for the model even if all its tokens were the longest is refused before
+        it costs anything, also where it is to be cut or only counted."""
         at_least = len(text) // self._longest
-        if limit is not None and at_least > limit:
-            raise context_too_long(limit, at_least, param, at_least=True)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, special)
+        if at_least > self.max_len:
+            raise context_too_long(self.max_len, at_least, param, at_least=True)
+        return await self._in_thread(self._encode, text, special)
+
+    async def _in_thread(self, work: Callable[..., R], *args: Any) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # `encode` holds the interpreter lock to its end, and with it every stream; a batch of one does not.
@@ -84,8 +91,7 @@ class Text:
         self, messages: list[dict[str, Any]], *, generation: bool, resume: bool, extra: dict[str, Any]
     ) -> str:
         """The chat template's text. It brings its own BOS, so encode it with special=False."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._render, messages, generation, resume, extra)
+        return await self._in_thread(self._render, messages, generation, resume, extra)
 
     def _render(self, messages: list[dict[str, Any]], generation: bool, resume: bool, extra: dict[str, Any]) -> str:
         if not self._hf.chat_template:
@@ -99,8 +105,11 @@ class Text:
             raise bad_request("messages", f"the chat template refused these messages: {error}") from error
         return text
 
-    def spellings(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+    async def spellings(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words, at the start of a text and after a blank."""
+        return await self._in_thread(self.spellings_now, words) if words else ()
+
+    def spellings_now(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         found = {
             tuple(self._encode(spelled, special=False)) for word in words for spelled in (word, " " + word.lstrip())
         }
@@ -108,7 +117,7 @@ class Text:
 
     async def check_grammar(self, grammar: str) -> str:
         """Empty, or what is wrong with it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.check_grammar_now, grammar)
+        return await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self.check_grammar_now, grammar)
 
     def check_grammar_now(self, grammar: str) -> str:
         return self._grammars.check(grammar)
@@ -118,6 +127,14 @@ class Text:
     def decode(self, ids: Seq[int], skip_special: bool = True) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
+
+    async def decode_all(self, texts: Seq[Seq[int]]) -> list[str]:
+        """Whole texts, special tokens too."""
+        return await self._in_thread(lambda: [self.decode(ids, skip_special=False) for ids in texts])
+
+    async def offsets(self, texts: Seq[Seq[int]], wholes: Seq[str]) -> list[list[int]]:
+        """Of each of `wholes`: where the text of each of its tokens begins."""
+        return await self._in_thread(lambda: [offsets(self, *pair) for pair in zip(texts, wholes, strict=True)])
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token stands for; concatenated, they are the text's."""

@@ -22,6 +22,7 @@ _COUNTS = ("kv_bytes", "wire_bytes", "chunks", "resends")
 class Record:
     arrival: float = field(default_factory=time.perf_counter)
     request: str = ""
+    traceparent: str = ""  # of the client's trace, if it has one
     path: str = ""
     prefill: str = ""
     decode: str = ""

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -63,10 +64,34 @@ class Expired:
 Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
 
 
-class Inbox(asyncio.Queue[Event]):
-    """What workers say of one sequence. `is_paused`: its worker was told that nobody reads."""
+class Inbox:
+    """The events of one sequence, in order, for the one coroutine that waits for them. `is_paused`: its worker was told
+    that nobody reads."""
 
-    is_paused = False
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_paused = False
+
+    def qsize(self) -> int:
+        return len(self._events)
+
+    def put_nowait(self, event: Event) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Event:
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    def token(self) -> SeqToken | None:
+        """The next event, if it is here and a token."""
+        if not self._events or not isinstance(self._events[0], SeqToken):
+            return None
+        return self._events.popleft()  # type: ignore[return-value]
 
 
 class Worker:
@@ -196,7 +221,6 @@ class Worker:
         self.instance = channel.peer.instance
         pid = channel.card.offer.get("pid") if channel.card else None
         self.pid = pid if isinstance(pid, int) else None
-        self.load = self.heartbeat = None
         self.cached = set()
         self.heartbeat_at = time.monotonic()
         for message in self._greeting(self):
@@ -205,6 +229,7 @@ class Worker:
 
     def _closed(self) -> None:
         self._channel = None
+        self.load = self.heartbeat = None  # the next incarnation has figures of its own
         lost = Lost(self.name, self.reason)
         for inbox in self.open.values():
             inbox.put_nowait(lost)

@@ -10,7 +10,7 @@ A failed post ends its path: whether the peer has the chunk is unknown, so its s
 only be taken back by ending the endpoint. So SendFailed is always followed by that peer's PeerGone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -37,10 +37,12 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """`tag.slot` of the local ring holds `tag.num_bytes` bytes, claimed by `peer` (its instance id)."""
+    """`tag.slot` of the local ring holds `tag.num_bytes` bytes, claimed by `peer` (its instance id). `began`: when its
+    bytes began to come, on this end's clock, as nearly as the transport knows."""
 
     peer: str
     tag: ChunkTag
+    began: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ Range = tuple[int, int]  # [first, stop) of blocks
 
 
 class KVTransport(Protocol):
-    """One end. `offer` goes into the model card's offer, `connect` takes the peer's."""
+    """One end of one tensor-parallel rank, which writes to the same rank of a peer. `offer` goes into the model card's
+    offer, `connect` takes the peer's: its `kv_rank` says whose address it is (0: the only rank there is)."""
 
     name: str
 

@@ -48,10 +48,11 @@ def make_transport(config: Transfer, instance: str, ring: LandingRing | None) ->
             f"transfer.backend is nixl: {absent['nixl']}", help="pip install 'pdctl[nixl]', or backend tcp"
         )
     ends: list[NixlTransport | TcpTransport] = []
+    host = config.host or "127.0.0.1"
     if config.backend != "tcp" and not absent:
-        ends.append(NixlTransport(instance, ring=ring, timeout_s=config.timeout))
+        ends.append(NixlTransport(instance, ring=ring, host=host, timeout_s=config.timeout))
     if config.backend == "tcp" or (config.backend == "auto" and not (ring is not None and ring.data.is_cuda)):
-        ends.append(TcpTransport(instance, ring=ring, timeout_s=config.timeout))
+        ends.append(TcpTransport(instance, ring=ring, host=host, timeout_s=config.timeout))
     return EitherTransport(ends, absent)
 
 
@@ -120,4 +121,5 @@ def receiving_side(
         wake=transport.wake,
     )
     thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost, device=blocks.device)
-    return ReceivingSide(thread, receiver, ring, transport, {**transport.offer(), "kv_codec": config.compression})
+    offer = {**transport.offer(), "kv_codec": config.compression, "kv_rank": 0}
+    return ReceivingSide(thread, receiver, ring, transport, offer)

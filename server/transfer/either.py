@@ -91,21 +91,24 @@ class EitherTransport:
     def poll(self, timeout_s: float) -> list[Event]:
         deadline = time.monotonic() + timeout_s
         while True:
-            events, self._events = self._events, []
-            for number, end in enumerate(self._ends):
-                events += [self._renumber(event, number) for event in end.poll(0)]
+            for end in self._ends:
+                self._poll(end, 0)
             left = deadline - time.monotonic()
-            if events or left <= 0 or self._is_woken:
+            if self._events or left <= 0 or self._is_woken:
                 self._is_woken = False
+                events, self._events = self._events, []
                 return events
             moving = next((end for end in self._ends if end.is_moving), None)
             if moving is not None:
                 # It wants to be polled on; what the others have is looked at in between.
-                events += [self._renumber(event, self._ends.index(moving)) for event in moving.poll(min(left, 0.002))]
-                if events:
-                    return events
+                self._poll(moving, min(left, 0.002))
             else:
                 self._selector.select(left)
+
+    def _poll(self, end: _End, timeout_s: float) -> None:
+        """What one end says is kept, whatever befalls the next."""
+        number = self._ends.index(end)
+        self._events += [self._renumber(event, number) for event in end.poll(timeout_s)]
 
     def _renumber(self, event: Event, number: int) -> Event:
         if isinstance(event, Sent):

@@ -79,7 +79,7 @@ class FaultyTransport:
         match fault:
             case Fault.LOSE:
                 tag = msgspec.structs.replace(event.tag, num_blocks=0, num_bytes=0)
-                return [Arrived(event.peer, tag)]
+                return [Arrived(event.peer, tag, event.began)]
             case Fault.CORRUPT:
                 self._ring.data[event.tag.slot, event.tag.num_bytes // 3] ^= 0x10
             case Fault.DUPLICATE:

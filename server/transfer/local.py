@@ -151,7 +151,7 @@ class LocalTransport:
                 target[position : position + piece.numel()].copy_(piece)
                 position += piece.numel()
             self._ring.landed(peer, tag.slot)
-            self._events.append(Arrived(peer, tag))
+            self._events.append(Arrived(peer, tag, post.since))
         return reason
 
     def _expire(self) -> None:

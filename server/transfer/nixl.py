@@ -248,11 +248,9 @@ class NixlTransport:
         has_news = False
         for path in [p for p in self._outgoing.values() if p.is_moving]:
             try:
-                sent = path.advance()
+                path.advance(self._events)
             except TransferError as error:
                 self._end(path, error.message)
-                continue
-            self._events += sent
         for path in list(self._ending):
             path.advance_ended()
             if not path.writes:

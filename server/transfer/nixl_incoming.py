@@ -3,6 +3,7 @@
 import secrets
 import selectors
 import socket
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -28,7 +29,8 @@ class _Path:
         self.hello = b""
         self.peer = ""  # known once admitted
         self.token = b""
-        self.num_coming = 0
+        self.num_coming = 0  # announced and not here yet; below 0: a note was quicker than its announcement
+        self.began: deque[float] = deque()  # when each of them was announced
         self.is_ended = False
         self.is_line_open = True  # what is under way ends only while this end polls as well
         self.polls_left = 0  # once its line has ended
@@ -136,7 +138,10 @@ class Incoming:
                 self._admit(path)
             return
         heard = path.line.hear()
-        path.num_coming += heard.count(COMING)
+        for _ in range(heard.count(COMING)):
+            path.num_coming += 1
+            if path.num_coming > 0:
+                path.began.append(self._clock())
         if ENDED in heard and not path.is_ended:
             self._end(path, "peer gave the path up")
 
@@ -160,11 +165,12 @@ class Incoming:
             self._counters["late"] += 1  # of a path that has ended: its slots wait for the end of its line
             return
         path.num_coming -= 1
+        began = path.began.popleft() if path.began else None
         for tag in tags:
             if not 0 <= tag.num_bytes <= self._ring.slot_bytes or not self._ring.landed(path.peer, tag.slot):
                 self._refuse(path, f"refused: slot {tag.slot} is not credited to it for {tag.num_bytes} bytes")
                 return
-            self._events.append(Arrived(path.peer, tag))
+            self._events.append(Arrived(path.peer, tag, began))
         path.line.tell(TAKEN)
 
     def _refuse(self, path: _Path, reason: str) -> None:

@@ -15,7 +15,7 @@ from server.transfer.nixl_agent import Agent, Piece, WriteState, memory_kind, pi
 
 # Of one write: enough to make its cost (about 10 us, or 40 with many pieces) small, little enough that the other end
 # verifies one while the next is under way.
-_WRITE_BYTES = {"DRAM": 2 * 2**20, "VRAM": 32 * 2**20}
+_WRITE_BYTES = {"DRAM": 4 * 2**20, "VRAM": 32 * 2**20}
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -131,9 +131,8 @@ class Outgoing:
             num_writes += 1
         return num_writes
 
-    def advance(self) -> list[Event]:
-        """What has become terminal. Raises TransferError: the path has failed."""
-        done: list[Event] = []
+    def advance(self, done: list[Event]) -> None:
+        """Adds what has become terminal. Raises TransferError: the path has failed; what was added before counts."""
         if not self.writes:
             self._agent.notes()  # for its progress: notes of what is done still have to leave
         for write in list(self.writes):
@@ -145,7 +144,6 @@ class Outgoing:
             self.writes.popleft()
             self._agent.release(write.handle)
             done += [Sent(handle) for handle in write.posts]
-        return done
 
     def end(self) -> list[int]:
         """Posts that did not make it."""

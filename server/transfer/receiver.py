@@ -64,7 +64,7 @@ class _Receive:
     covered_at_token0: int = 0
     news_at: float = 0.0  # the last block covered, or the last time it was asked for
     asks: int = 0  # since the last block covered
-    arrived_at: float | None = None
+    began_at: float | None = None  # its first bytes began to come
     first_chunk: float | None = None
     wire_bytes: int = 0
     chunks: int = 0
@@ -81,7 +81,7 @@ class _Receive:
         return ReceiveStats(
             first_chunk=now if self.first_chunk is None else self.first_chunk,
             kv_ready=now,
-            transfer=0.0 if self.arrived_at is None else now - self.arrived_at,
+            transfer=0.0 if self.began_at is None else now - self.began_at,
             kv_bytes=num * block_bytes,
             wire_bytes=self.wire_bytes,
             chunks=self.chunks,
@@ -98,6 +98,7 @@ class Receiver:
         *,
         checksum: bool,
         codec: Codec | None = None,
+        rank: int = 0,
         on_complete: Callable[[SeqId, ReceiveStats], None],
         on_missing: Callable[[SeqId, tuple[Range, ...]], None],
         on_failed: Callable[[SeqId, int], None],
@@ -110,6 +111,7 @@ class Receiver:
         self._blocks = blocks
         self._checksum = Checksum(ring.slot_bytes, ring.data.device) if checksum else None
         self._codec = codec
+        self._rank = rank
         self._flush = remote_write_flush(ring.data.device)
         self._on_complete = on_complete
         self._on_missing = on_missing
@@ -192,7 +194,7 @@ class Receiver:
             self.counters["duplicate"] += 1  # an arrival told twice, or of a peer that is gone
             return
         try:
-            wanted = self._take(peer, tag)
+            wanted = self._take(event)
         finally:
             if self._ring.credit(peer, tag.slot):
                 self._on_credit(peer, (tag.slot,))
@@ -212,12 +214,14 @@ class Receiver:
         for wanted in late:
             self._ask(wanted, wanted.coverage.missing())
 
-    def _take(self, peer: str, tag: ChunkTag) -> _Receive | None:
+    def _take(self, event: Arrived) -> _Receive | None:
         """Verifies outside the lock, copies under it."""
+        tag = event.tag
         with self._lock:
-            wanted = self._find(peer, tag)
+            wanted = self._find(event.peer, tag)
             if wanted is not None:
-                wanted.arrived_at = self._clock() if wanted.arrived_at is None else wanted.arrived_at
+                if wanted.began_at is None:
+                    wanted.began_at = self._clock() if event.began is None else event.began
                 wanted.wire_bytes += tag.num_bytes
                 wanted.chunks += 1
         if wanted is None:
@@ -242,7 +246,11 @@ class Receiver:
             reason = "dropped_unknown"
         elif tag.num_blocks == 0:
             reason = "lost"  # nothing but the slot came; the timer asks for the blocks
-        elif not wanted.coverage.fits(tag.first_block, tag.num_blocks) or not self._is_whole(tag):
+        elif (
+            tag.rank != self._rank
+            or not wanted.coverage.fits(tag.first_block, tag.num_blocks)
+            or not self._is_whole(tag)
+        ):
             reason = "dropped_range"
         elif not wanted.coverage.lacking(tag.first_block, tag.num_blocks):
             reason = "duplicate"

@@ -120,6 +120,7 @@ class Sender:
         max_inflight: int,
         checksum: bool,
         codec: Codec | None = None,
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         on_released: Callable[[SeqId], None],
         on_failed: Callable[[SeqId, str], None],
@@ -141,6 +142,7 @@ class Sender:
         self._posts: dict[int, _Post] = {}
         self._clock = clock
         self._codec = codec
+        self._rank = rank
         self._free_rows: list[int] = []
         self._is_staged = codec is not None or blocks.is_cuda
         transport.register(blocks)
@@ -166,6 +168,8 @@ class Sender:
         slot_bytes, block_bytes = offer.get("kv_slot_bytes"), self._blocks.shape[1]
         if not isinstance(slot_bytes, int) or slot_bytes < block_bytes:
             raise TransferError(f"peer {peer} has ring slots of {slot_bytes} bytes, a block has {block_bytes}")
+        if (rank := offer.get("kv_rank", 0)) != self._rank:
+            raise TransferError(f"peer {peer} offers the address of rank {rank}; this is rank {self._rank}")
         self._transport.connect(peer, offer)
         if self._has_checksum and (self._checksum is None or self._checksum.max_bytes < slot_bytes):
             self._checksum = Checksum(slot_bytes, self._blocks.device)
@@ -291,13 +295,13 @@ class Sender:
         kv_bytes = (stop - first) * self._blocks.shape[1]
         pieces, row, code = self._prepared(peer, push.table[first:stop])
         num_bytes = kv_bytes if row < 0 else pieces[0].numel()
-        checksum = 0
-        if self._checksum is not None:
-            checksum = self._checksum(pieces)
-        else:
-            wait_for(self._blocks.device)  # a transport reads past every stream
+        try:
+            checksum = self._sum(pieces)
+        except Exception:
+            self._free_rows += [row] if row >= 0 else []
+            raise
         slot = peer.credits.popleft()
-        tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code)
+        tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code, self._rank)
         handle = self._transport.post(name, tag, pieces)
         self._posts[handle] = _Post(push, peer, row)
         peer.spend(slot, num_bytes, self._clock())
@@ -306,6 +310,13 @@ class Sender:
         self.counters["resent" if is_again else "sent"] += 1
         self.counters["sent_bytes"] += num_bytes
         self.counters["sent_kv_bytes"] += kv_bytes
+
+    def _sum(self, pieces: list[Tensor]) -> int:
+        """After it the pieces are there for a transport to read, which looks past every stream."""
+        if self._checksum is not None:
+            return self._checksum(pieces)
+        wait_for(self._blocks.device)
+        return 0
 
     def _has_room(self, peer: _Peer) -> bool:
         return bool(self._free_rows) or (peer.codec is None and not self._blocks.is_cuda)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from server.errors import StartError, TransferError
 from server.messages import ChunkTag
-from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed, Sent
+from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed
 from server.transfer.ring import LandingRing
 from server.transfer.tcp_path import Incoming, Outgoing, frame_header, tune
 
@@ -181,7 +181,7 @@ class TcpTransport:
 
     def _flush(self, path: Outgoing) -> None:
         try:
-            self._events += [Sent(handle) for handle in path.flush(self._clock())]
+            path.flush(self._clock(), self._events)
         except TransferError as e:
             self._end(path, e.message)
             return
@@ -190,7 +190,7 @@ class TcpTransport:
             self._selector.modify(path.sock, mask, path)
 
     def _serve_incoming(self, path: Incoming) -> None:
-        arrived: list[ChunkTag] = []
+        arrived: list[Arrived] = []
         reason = ""
         try:
             path.read(arrived)
@@ -198,7 +198,7 @@ class TcpTransport:
             reason = e.message
         if path in self._strangers and path.peer:
             reason = self._admit(path) or reason
-        self._events += [Arrived(path.peer, tag) for tag in arrived]
+        self._events += arrived
         if reason:
             self._end(path, reason)
 
@@ -221,7 +221,7 @@ class TcpTransport:
             self.counters["refused"] += 1
             sock.close()
             return
-        path = Incoming(sock, self._key, self._ring, self._memory, self._clock())
+        path = Incoming(sock, self._key, self._ring, self._memory, self._clock)
         self._strangers.add(path)
         self._selector.register(sock, selectors.EVENT_READ, path)
 

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 
@@ -19,6 +20,7 @@ import msgspec
 
 from server.errors import TransferError
 from server.messages import ChunkTag
+from server.transfer.base import Arrived, Event, Sent
 from server.transfer.ring import LandingRing
 
 MAX_HEADER = 1024
@@ -81,11 +83,10 @@ class Outgoing:
         self._views += [(view, 0) for view in views[:-1]]
         self._views.append((views[-1], handle))
 
-    def flush(self, now: float) -> list[int]:
-        """Sends what the socket takes; handles that are done. Raises TransferError."""
+    def flush(self, now: float, done: list[Event]) -> None:
+        """Sends what the socket takes; adds the posts that are done. Raises TransferError; what was added counts."""
         if not self._is_connected and not self._finish_connect():
-            return []
-        done: list[int] = []
+            return
         budget = _TURN_BYTES
         while self._views and budget > 0:
             batch = [self._views[i][0] for i in range(min(len(self._views), _MAX_PIECES))]
@@ -98,7 +99,6 @@ class Outgoing:
             self.progress_at = now
             budget -= sent
             self._advance(sent, done)
-        return done
 
     def unfinished(self) -> list[int]:
         return [handle for _, handle in self._views if handle]
@@ -124,7 +124,7 @@ class Outgoing:
             self._is_connected = True
         return self._is_connected
 
-    def _advance(self, sent: int, done: list[int]) -> None:
+    def _advance(self, sent: int, done: list[Event]) -> None:
         while sent:
             view, handle = self._views[0]
             if sent < len(view):
@@ -133,7 +133,7 @@ class Outgoing:
             self._views.popleft()
             sent -= len(view)
             if handle:
-                done.append(handle)
+                done.append(Sent(handle))
 
 
 class _Stage(Enum):
@@ -146,10 +146,14 @@ class _Stage(Enum):
 class Incoming:
     """Reads one peer's stream into the ring, after its preface. It can reach its credited slots and nothing else."""
 
-    def __init__(self, sock: socket.socket, key: str, ring: LandingRing, memory: memoryview, now: float) -> None:
+    def __init__(
+        self, sock: socket.socket, key: str, ring: LandingRing, memory: memoryview, clock: Callable[[], float]
+    ) -> None:
         tune(sock)
         self.sock = sock
-        self.since = now
+        self.since = clock()
+        self._clock = clock
+        self._began = 0.0  # when the frame under way did
         self.peer = ""  # known after the preface
         self._key = key.encode()
         self._ring = ring
@@ -158,7 +162,7 @@ class Incoming:
         self._tag: ChunkTag | None = None
         self._want(_Stage.PREFACE, self._header[: _PREFACE.size])
 
-    def read(self, arrived: list[ChunkTag]) -> None:
+    def read(self, arrived: list[Arrived]) -> None:
         """Adds chunks that are complete in their slots, until the socket is empty or this path's turn is over. Raises
         TransferError with the reason to close."""
         budget = _TURN_BYTES
@@ -184,7 +188,7 @@ class Incoming:
     def _want(self, stage: _Stage, target: memoryview) -> None:
         self._stage, self._target, self._got = stage, target, 0
 
-    def _next(self, arrived: list[ChunkTag]) -> None:
+    def _next(self, arrived: list[Arrived]) -> None:
         match self._stage:
             case _Stage.PREFACE:
                 self._read_preface()
@@ -192,6 +196,7 @@ class Incoming:
                 (length,) = _LENGTH.unpack(self._target)
                 if not 0 < length <= MAX_HEADER:
                     raise TransferError(f"refused: header of {length} bytes, at most {MAX_HEADER}")
+                self._began = self._clock()
                 self._want(_Stage.HEADER, self._header[:length])
                 return
             case _Stage.HEADER:
@@ -224,6 +229,6 @@ class Incoming:
             raise TransferError(f"refused: {reason}")
         return tag
 
-    def _finish(self, tag: ChunkTag, arrived: list[ChunkTag]) -> None:
+    def _finish(self, tag: ChunkTag, arrived: list[Arrived]) -> None:
         if self._ring.landed(self.peer, tag.slot):
-            arrived.append(tag)
+            arrived.append(Arrived(self.peer, tag, self._began))

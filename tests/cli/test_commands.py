@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -55,6 +56,24 @@ def test_no_command_here_loads_torch() -> None:
     assert not loaded_by("up", "demo", "--dry-run", "--set", "router.port=0") & {"torch", "transformers", "textual"}
 
 
+@pytest.mark.parametrize(
+    ("module", "imported"), [("pdctl", "typer"), ("pdctl", "pdctl.cli.stack"), ("pdctl.supervise", "pdctl.supervisor")]
+)
+def test_ctrl_c_while_python_imports_is_quiet(module: str, imported: str) -> None:
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {imported!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"sys.argv[1:] = ['ls']; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(TREE)}
+    argv = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_the_exit_codes_are_the_agreed_ones() -> None:
     assert {code.name: int(code) for code in Exit} == {
         "OK": 0,
@@ -104,6 +123,10 @@ def test_each_error_has_its_code(kind: type[PdctlError], code: Exit) -> None:
         (["up", "demo", "--progress", "loud"], Exit.USAGE, "--progress loud"),
         (["up", "demo", "-d", "--timeout", "soon"], Exit.USAGE, "'soon' is not a duration"),
         (["up", "demo", "--set", "router"], Exit.USAGE, "expected section.key=value"),
+        (["set", "decode.kv_high=nan"], Exit.USAGE, "decode.kv_high=nan: expected a finite number"),
+        (["set", "slo.ttft_p95=-inf"], Exit.USAGE, "slo.ttft_p95=-inf: expected a finite number"),
+        (["set", "a.b=1", "c.d=2", "a.b=3"], Exit.USAGE, "a.b is given twice: 1 and 3"),
+        (["profile", "edit", "demo"], Exit.USAGE, "profile edit needs a terminal"),
         (["nosuch"], Exit.USAGE, "No such command"),
         (["down"], Exit.OK, "no stack is running"),
         (["ls"], Exit.OK, "no stack has been started"),
@@ -142,6 +165,21 @@ def test_config_schema_is_json_schema(box: Box) -> None:
 def test_profiles_are_listed_and_shown(box: Box) -> None:
     assert "colocated" in box("profile", "ls").stdout
     assert box("profile", "show", "box.toml").stdout == box.profile.read_text()
+
+
+def test_ls_shows_what_runs_and_on_request_what_did(box: Box) -> None:
+    # 1. One that never came up is not in the list, and is where somebody asks for all.
+    box.script(decode_0={"crash": "no such tensor"})
+    box.up(expect=Exit.FAILURE)
+    answer = box("ls")
+    assert answer.stdout == ""
+    assert "1 that ended: pdctl ls -a" in answer.stderr
+    assert json.loads(box("ls", "--json").stdout)["stacks"] == []
+    assert box("ls", "-a").stdout.splitlines()[1].split()[:2] == ["box", "failed"]
+    # 2. The next one of that name is.
+    box.script()
+    box.up()
+    assert box("ls").stdout.splitlines()[1].split()[:2] == ["box", "ready"]
 
 
 def test_status_of_an_unknown_name_offers_close_ones(box: Box) -> None:

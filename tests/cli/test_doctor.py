@@ -1,11 +1,13 @@
 """Findings: each that is not ok has a fix; a failure is exit 5."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdctl import doctor
+from pdctl.cli import main
 from pdctl.doctor import Finding
 from pdctl.exits import Exit
 from server.errors import PdctlError
@@ -32,6 +34,19 @@ def test_this_machine_without_measuring(tmp_path: Path) -> None:
     assert value["ok"] == (doctor.exit_of(findings) is Exit.OK)
 
 
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """For people and for programs; exit 0, and 5 once something fails."""
+    command = ("--state-dir", str(tmp_path), "doctor", "--no-measure")
+    assert main(command) == Exit.OK
+    assert "CHECK" in capsys.readouterr().out
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert main((*command, "--json")) == Exit.PREFLIGHT
+    value = json.loads(capsys.readouterr().out)
+    assert (value["version"], value["ok"]) == (1, False)
+    (failed,) = [finding for finding in value["findings"] if finding["level"] == "fail"]
+    assert failed["fix"] == "unset PYTORCH_CUDA_ALLOC_CONF: it breaks NIXL"
+
+
 @pytest.mark.parametrize("key", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_allocator_that_breaks_registration_fails(key: str) -> None:
     findings = doctor.limits({key: "max_split_size_mb:64, expandable_segments:True"}, has_gpus=False)
@@ -48,6 +63,29 @@ def test_transports_against_what_the_link_should_give() -> None:
     assert (missing.level, missing.found) == ("fail", "cannot listen")
     absent = doctor.transports(measured(nixl={"missing": "nixl_cu13 is not installed"}))[0]
     assert (absent.level, "pdctl[nixl]" in absent.fix) == ("warn", True)
+
+
+@pytest.mark.parametrize(("size", "rate"), [("64KiB", 20.0), ("1MiB", 100.0), ("64MiB", 900.0)])
+def test_each_size_has_its_own_measure(size: str, rate: float) -> None:
+    """A slow start shows at 64 KiB, a slow link at 64 MiB; each is named."""
+    (found,) = doctor.transports(measured(tcp={**FAST, size: {"ms": 1.0, "MBps": rate}}))
+    assert found.level == "warn"
+    assert found.fix.startswith(f"{size} should be quicker")
+
+
+def test_processes_that_see_no_common_pids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.readlink", lambda path: f"pid:[{len(path)}]")
+    assert doctor._namespaces("demo", [10, 20]) == []
+    (found,) = doctor._namespaces("demo", [10, 200])
+    assert (found.level, found.found) == ("warn", "processes in 2 pid namespaces: pid:[15], pid:[16]")
+    assert "--pid=host" in found.fix
+
+
+def test_a_pool_s_environment_is_looked_at_too() -> None:
+    profile = {"decode": {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "prefill": {"env": {}}}
+    (found,) = doctor._environments("demo", profile)
+    assert (found.check, found.level) == ("demo decode.env", "fail")
+    assert doctor._environments("demo", {}) == []
 
 
 def test_compression_pays_on_a_slow_link_only() -> None:

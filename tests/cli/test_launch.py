@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pdctl.launch import Machine, check_keys, listen, plan
+from server.boot import Boot
 from server.config import Config
 from server.errors import ConfigError, StartError
 
@@ -39,7 +40,53 @@ def test_core_numbers_count_what_this_process_may_use() -> None:
 
 def test_colocated_workers_share_all_cores_with_the_router() -> None:
     placed = plan(config(colocated={"workers": 2, "cpus": [0, 1]}), machine())
-    assert placed.router.cpus == (0, 1)
+    assert placed.launches[-1].cpus == (0, 1)
+
+
+HOSTS = {
+    "left": {"address": "10.0.0.1", "workers": ["prefill-0"], "router": True},
+    "right": {"address": "10.0.0.2", "port": 7500, "workers": ["decode-0"]},
+}
+OVER_TWO = {**PD, "decode": {"workers": 1, "cpus": [0]}, "hosts": HOSTS, "secret_file": "/x"}
+
+
+def test_of_several_machines_each_starts_its_own_part() -> None:
+    """Cores count anew on each: nothing is shared, and nothing is said of it."""
+    over_two = config(**OVER_TWO)
+    left = plan(over_two, Machine((0, 1), (), 1 << 34, frozenset({"127.0.0.1", "10.0.0.1"})))
+    right = plan(over_two, Machine((0, 1), (), 1 << 34, frozenset({"127.0.0.1", "10.0.0.2"})))
+    assert [launch.name for launch in left.launches] == ["prefill-0", "router"]
+    assert [launch.name for launch in right.launches] == ["decode-0"]
+    assert left.warnings == right.warnings == ()
+    assert over_two.hosts["right"].control("decode-0") == "tcp:10.0.0.2:7500"
+    with pytest.raises(StartError, match=r"none of the profile's hosts is this machine: left \(10.0.0.1\), right"):
+        plan(over_two, machine())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hosts": {"left": HOSTS["left"]}}, "decode-0 is on 0 hosts; each worker is on one"),
+        ({"hosts": {**HOSTS, "third": HOSTS["right"]}}, "decode-0 is on 2 hosts"),
+        ({"hosts": {**HOSTS, "third": {"address": "c", "workers": ["decode-7"]}}}, "there is no worker decode-7"),
+        ({"hosts": {**HOSTS, "third": {"address": "c", "router": True}}}, "set router = true on one of them"),
+        ({"secret_file": None}, "hosts need secret_file"),
+    ],
+)
+def test_hosts_that_do_not_add_up_are_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        config(**{**OVER_TWO, **change})
+
+
+def test_a_worker_offers_the_address_of_its_control_connection(tmp_path: Path) -> None:
+    def offered(address: str, **transfer: str) -> str:
+        whole = config(**PD, transfer=transfer)
+        return Boot("decode-0", whole, "", str(tmp_path), "", {"decode-0": address}).transfer.host
+
+    assert offered("unix:/tmp/x.sock") == "127.0.0.1"
+    assert offered("tcp:10.0.0.2:7400") == "10.0.0.2"
+    assert offered("tcp:[fd00::2]:7400") == "fd00::2"
+    assert offered("tcp:10.0.0.2:7400", host="192.168.7.2") == "192.168.7.2"
 
 
 def test_without_cores_or_gpus_nothing_is_bound() -> None:

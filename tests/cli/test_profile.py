@@ -58,7 +58,20 @@ def problems(text: str, *sets: str) -> list[tuple[str, str]]:
             "allowed: 64..65536 or auto",
         ),
         ("decode = { max_running = 0 }", "x.toml:1: decode.max_running = 0 is out of range", "allowed: 1..4096"),
-        ("version = 2", "x.toml:1: version = 2 is not allowed", "allowed: 1"),
+        ("[router]\nport = true", "x.toml:2: router.port = true is not allowed", "allowed: 0..65535"),
+        ("[router]\nport = '80'", 'x.toml:2: router.port = "80" is not allowed', "allowed: 0..65535"),
+        ("version = true", "x.toml:1: version = true is not allowed", "allowed: 1"),
+        ("[decode]\ncpus = [0, true]", "x.toml:2: decode.cpus = true is not allowed", "allowed: a list of integers"),
+        (
+            "[decode]\nkv_bytes = true",
+            "x.toml:2: decode.kv_bytes = true is not allowed",
+            "allowed: auto or a size such as 256MiB",
+        ),
+        ("[slo]\nttft_p95 = true", "x.toml:2: slo.ttft_p95 = true is not allowed", "allowed: a duration such as 30s"),
+        ("[slo]\nttft_p95 = inf", "x.toml:2: slo.ttft_p95 = inf is not allowed", "allowed: a duration such as 30s"),
+        ("[decode]\nkv_low = nan", "x.toml:2: decode.kv_low = nan is not allowed", "allowed: 0.05..1"),
+        ("[decode]\nprefix_cache = 1", "x.toml:2: decode.prefix_cache = 1 is not allowed", "allowed: true | false"),
+        ("version = 2", "x.toml:1: version = 2 is out of range", "allowed: 1"),
     ],
 )
 def test_a_problem_has_its_place_and_what_is_right(text: str, message: str, help: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from pdctl.exits import UsageError
 from pdctl.profile import find
-from pdctl.rundir import Stack
-from pdctl.tune import narrow, save
+from pdctl.profile_edit import save
+from pdctl.tune import narrow
 
 PROFILE = """\
 # why this machine is tuned so
@@ -24,7 +24,7 @@ workers = 1
 def test_comments_and_order_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(PROFILE)
-    save(Stack("s", "r", profile_file=str(file)), {"router.queue_high": 80, "decode.kv_low": 0.5})
+    save(file, {"router.queue_high": 80, "decode.kv_low": 0.5})
     expected = PROFILE.replace("queue_high = 50 #", "queue_high = 80 #") + "\n[decode]\nkv_low = 0.5\n"
     assert file.read_text().split() == expected.split()
     assert "# small: clients retry" in file.read_text()
@@ -35,7 +35,7 @@ def test_a_shipped_profile_is_copied_for_this_user(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     shipped = find("demo")
     before = shipped.read_text()
-    saved = save(Stack("demo", "r", profile_file=str(shipped)), {"router.queue_high": 80})
+    saved = save(shipped, {"router.queue_high": 80})
     assert saved == tmp_path / "pdctl/profiles/demo.toml"
     assert "queue_high = 80" in saved.read_text()
     assert shipped.read_text() == before
@@ -43,7 +43,7 @@ def test_a_shipped_profile_is_copied_for_this_user(tmp_path: Path, monkeypatch: 
 
 def test_yaml_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not TOML"):
-        save(Stack("s", "r", profile_file=str(tmp_path / "p.yaml")), {})
+        save(tmp_path / "p.yaml", {})
 
 
 def test_narrow() -> None:

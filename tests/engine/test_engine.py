@@ -9,7 +9,7 @@ from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine, StepTimes
 from server.engine.kv_cache import KVCachePool
 from server.engine.scheduler import Limits, Scheduler
-from server.sequence import Batch, SeqState, Token
+from server.sequence import Batch, SeqState, Stuck, Token
 from tests.engine.models import make_sequence
 
 
@@ -158,3 +158,23 @@ def test_step_times() -> None:
     for _ in range(50):
         times.observe(256, 0.4)
     assert times.predict(256) == pytest.approx(0.4, rel=0.01)
+
+
+def test_a_sequence_that_is_stuck_ends_alone(engine: Engine, runner: FakeRunner) -> None:
+    scheduler = scheduler_of(engine)
+    seqs = [make_sequence(i, [i] * 20, max_tokens=3) for i in range(2)]
+    for seq in seqs:
+        scheduler.add(seq)
+    plain = runner.execute
+    runner.execute = lambda batch: [  # type: ignore[method-assign]
+        Stuck("no way") if s.seq is seqs[0] and s.seq.output else token
+        for s, token in zip(batch.slices, plain(batch), strict=True)
+    ]
+    stuck = []
+    while (result := engine.step()) is not None:
+        stuck += result.stuck
+        scheduler.check_integrity()
+    assert stuck == [(seqs[0], "no way")]
+    assert (seqs[0].output, seqs[0].finish_reason) == ([7], "")
+    assert (seqs[1].output, seqs[1].finish_reason) == ([7, 7, 7], "length")
+    assert scheduler.counters().blocks_used == 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from server.engine.sampler import Sampler
-from server.grammar import Grammars, end_ids, json_grammar, lark_grammar, regex_grammar
-from server.sequence import SamplingParams, SeqId, Sequence
+from server.grammar import MAX_BUILT, Grammars, end_ids, json_grammar, lark_grammar, regex_grammar
+from server.sequence import SamplingParams, SeqId, Sequence, Stuck, Token
 from tests.conftest import VOCAB_SIZE
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "é"]}}, "required": ["a"], "additionalProperties": False}
@@ -80,6 +80,41 @@ def test_check(grammars: Grammars) -> None:
     for bad in (json_grammar({"type": "odd"}), regex_grammar("("), lark_grammar("start: x"), large):
         assert grammars.check(bad)
         assert "\n" not in grammars.check(bad)
+
+
+def test_a_limit_on_the_way_is_no_end(grammars: Grammars) -> None:
+    """The first mask is cheap, what follows is not: the sequence is stuck, and its neighbours are not."""
+    costly, cheap = sequence(regex_grammar("a{1000}{100}")), sequence(regex_grammar("a*"))
+    assert grammars.check(costly.params.grammar) == ""
+    sampler = Sampler(grammars)
+    tokens = sampler.sample(torch.randn(2, VOCAB_SIZE), [costly, cheap])
+    assert [type(token) for token in tokens] == [Token, Token]
+    costly.output.append(67)
+    stuck, token = sampler.sample(torch.randn(2, VOCAB_SIZE), [costly, cheap])
+    assert isinstance(stuck, Stuck)
+    assert "after 1 tokens" in stuck.why
+    assert isinstance(token, Token)
+
+
+def test_more_ends_than_one(grammars: Grammars) -> None:
+    """min_tokens may ask for more after the end of the grammar; that is no error, at once or one by one."""
+    for output in ([67, EOS, EOS, EOS], [67]):
+        seq = sequence(regex_grammar("a"), output, min_tokens=9)
+        for _ in range(3):
+            (token,) = Sampler(grammars).sample(torch.randn(1, VOCAB_SIZE), [seq])
+            assert isinstance(token, Token)
+            assert token.id == EOS
+            seq.output.append(token.id)
+
+
+def test_built_once(grammars: Grammars) -> None:
+    grammar = regex_grammar("once|only")
+    assert not grammars.is_built(grammar)
+    assert grammars.prepare(grammar) is grammars.prepare(grammar)
+    assert grammars.is_built(grammar)
+    for i in range(MAX_BUILT):
+        grammars.prepare(regex_grammar(f"other{i}"))
+    assert not grammars.is_built(grammar), "the oldest left"
 
 
 def test_ends_of_text(tiny_model_dir: Path, smollm2_dir: Path) -> None:

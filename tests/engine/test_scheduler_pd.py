@@ -256,3 +256,22 @@ def test_a_first_token_that_ends_it_on_the_decode_side() -> None:
     story.scheduler.grants_possible()
     assert story.scheduler.received(seq.id, Token(7)) is seq
     assert (seq.state, seq.finish_reason, story.pool.num_used) == (SeqState.FINISHED, "length", 0)
+
+
+def test_a_local_prompt_leaves_what_was_promised_to_a_grant() -> None:
+    """Else the granted sequence is preempted, or preempts, for want of blocks that its grant counted."""
+    story = Story(num_blocks=17, reserves_growth=True)
+    granted, *local = (story.seq(8, max_tokens=24) for _ in range(3))
+    # 1. A granted sequence decodes: two blocks, six to come. The pool has 16.
+    story.scheduler.expect(granted)
+    assert story.scheduler.grants_possible() == [granted]
+    story.scheduler.received(granted.id, Token(7))
+    # 2. Of two local prompts that would fit now, one can also grow beside it.
+    story.add(*local)
+    story.step()
+    assert [seq.state for seq in local] == [SeqState.RUNNING, SeqState.WAITING]
+    # 3. All of them end, and nobody was preempted.
+    while story.scheduler.has_work:
+        story.step()
+    assert story.scheduler.counters().preemptions == 0
+    assert [len(seq.output) for seq in (granted, *local)] == [24, 24, 24]

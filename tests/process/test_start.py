@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import time
 
 import psutil
 import pytest
@@ -140,6 +141,22 @@ def test_a_start_without_progress_ends_with_124_and_the_stage(box: Box) -> None:
 
     assert "decode-0 did not start: no progress for 0.5 s at stage 'weights'" in done.stderr
     assert box.left() == []
+
+
+def test_a_frozen_supervisor_does_not_call_a_worker_late(box: Box) -> None:
+    """1 a worker loads, 2 the supervisor stands still past ready_timeout, 3 the worker is ready meanwhile, 4 all is."""
+    box.script(decode_0={"stages": [["weights", 0.5]], "wait_for": str(box.file("go"))})
+    command = box.start("up", str(box.profile), "-d", "--set", "supervise.ready_timeout=3s")
+    until(lambda: box.dir.read() and box.stack.process("decode-0").stage, "decode-0 loads")
+
+    os.kill(box.stack.pid, signal.SIGSTOP)
+    time.sleep(4)  # the time that nothing happens in
+    box.file("go").touch()
+    os.kill(box.stack.pid, signal.SIGCONT)
+
+    _, narration = command.communicate(timeout=20)
+    assert command.returncode == 0, narration
+    assert box.starts("decode-0") == 1
 
 
 def test_up_with_a_timeout_names_who_is_late(box: Box) -> None:

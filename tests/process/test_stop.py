@@ -7,6 +7,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from pdctl.down import take_down
 from pdctl.exits import Exit
@@ -70,15 +71,6 @@ def test_sigterm_ends_clean_with_0(box: Box) -> None:
     assert command.returncode == Exit.OK
 
 
-def test_sigterm_that_cuts_the_drain_short_is_143(box: Box) -> None:
-    box.script(router={"ignore_term": True})
-    command = foreground(box, "--set", "supervise.stop_timeout=0.3s")
-    command.send_signal(signal.SIGTERM)
-    command.communicate(timeout=20)
-    assert command.returncode == Exit.TERMINATED
-    assert box.left() == []
-
-
 def test_down_ends_all_and_says_so(box: Box) -> None:
     box.up()
     assert "box: down" in box("down", "box").stderr
@@ -130,6 +122,30 @@ def test_after_the_supervisor_was_killed_down_leaves_nothing(box: Box) -> None:
     assert box.left() == []
     box.status(Exit.NOT_RUNNING)
     box.up()  # and it can start again
+
+
+@pytest.mark.parametrize("killed", [["supervisor"], ["decode-0"], ["supervisor", "decode-0"]], ids="+".join)
+def test_whoever_was_killed_no_orphan_stays(box: Box, killed: list[str]) -> None:
+    """decode-0 has a helper in a session of its own, which nobody but the run's id leads to."""
+    box.script(decode_0={"child": True})
+    box.up()
+    helper = int((box.dir.path / "helper.decode-0").read_text())
+    # 1. One, the other or both are killed; a supervisor that lives starts the worker again.
+    pids = {name: box.stack.pid if name == "supervisor" else box.pid(name) for name in killed}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not set(pids.values()) & set(box.left()), "they are gone")
+    assert helper in box.left()
+    if "supervisor" not in killed:
+        until(lambda: box.stack.state == "ready" and box.starts("decode-0") == 2, "it runs again")
+    # 2. Nothing of the run is left, helpers of the dead among it.
+    box("down")
+    assert box.left() == []
+    # 3. Nor is anything that would be in the way of the next one.
+    box.script()
+    box.up()
+    box("down")
+    assert box.left() == []
 
 
 def test_down_orphans_finds_the_stacks_without_a_supervisor(box: Box) -> None:

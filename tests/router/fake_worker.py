@@ -47,6 +47,8 @@ class FakeWorker:
         self.stepwise = False
         self.is_silent = False
         self.error = ""
+        self.error_reason = "error"
+        self.error_at = 0  # so many tokens come before it
         self.num_cached = 0
         self.stages: dict[str, float] = {}
         self.token0_to_router = True  # whether the decode side repeats token 0
@@ -152,7 +154,9 @@ class FakeWorker:
         if self.is_silent and not _is_probe(message):
             return
         if self.error and not _is_probe(message):
-            channel.send(Done(message.id, "error", message=self.error))
+            for index, token_id in enumerate(ids[: self.error_at]):
+                channel.send(Tokens((SeqToken(message.id, index, self.token(token_id)),)))
+            channel.send(Done(message.id, self.error_reason, message=self.error))
             return
         if isinstance(message, Prefill) and message.decode:
             ids, reason = ids[:1], reason if len(ids) == 1 else "handed_over"

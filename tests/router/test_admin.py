@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.router.conftest import SECRET, Cluster, Start
+from server.messages import LinkState
+from tests.router.conftest import SECRET, Cluster, Start, until
 from tests.router.test_errors import check_error
 
 # fmt: off
@@ -114,6 +115,46 @@ async def test_metrics(start: Start) -> None:
     assert "# TYPE pdctl_worker_swapped_out_bytes_total counter" in text
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and not line.startswith("#")}
     assert all(name.startswith("pdctl_") for name in names)
+
+
+async def test_metrics_of_transfers(start: Start) -> None:
+    """Bytes, seconds and counts of the same transfers; what went wrong, from the workers' own counters."""
+    cluster = await pd(start)
+    names = ("checksum_failures", "lost", "lease_expired", "quarantined_slots", "recomputed", "encode_s", "decode_s")
+    cluster.decode.load = msgspec.structs.replace(cluster.decode.load, counters=dict.fromkeys(names, 3.0))
+    link = LinkState("tcp over sockets to d:1", "both ends have it", "zstd", 10, 0.5)
+    cluster.prefill.load = msgspec.structs.replace(
+        cluster.prefill.load, counters={"lease_expired": 1.0, "regranted": 2.0}, links={"decode-0": link}
+    )
+    for fake in (cluster.prefill, cluster.decode):
+        for channel in fake._channels:
+            channel.send(fake.load)
+    workers = cluster.stack.workers.all
+    await until(lambda: all(w.load is not None and w.load.counters for w in workers.values()))
+    await cluster.chat()
+    text = (await cluster.request("GET", "/metrics")).body.decode()
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    values = {key: float(value) for key, _, value in lines}
+    transfer = {key.removeprefix("pdctl_kv_transfer_"): v for key, v in values.items() if "pdctl_kv_transfer_" in key}
+    wanted = {
+        "bytes_total": 4096,
+        "wire_bytes_total": 2048,
+        "chunks_total": 4,
+        "resends_total": 1,
+        "overlapped_bytes_total": 3072,
+        "seconds_sum": 0.006,
+        "seconds_count": 1,
+        "first_chunk_seconds_count": 1,
+        'checksum_failures_total{worker="decode-0"}': 3,
+        'lease_expired_total{worker="decode-0"}': 3,
+        'lease_expired_total{worker="prefill-0"}': 1,
+        'regranted_total{worker="prefill-0"}': 2,
+        'quarantined_slots{worker="decode-0"}': 3,
+    }
+    assert {key: transfer.get(key) for key in wanted} == wanted
+    assert values["pdctl_grant_wait_seconds_count"] == 1
+    labels = 'codec="zstd",decode="decode-0",prefill="prefill-0",transport="tcp over sockets to d:1"'
+    assert values[f"pdctl_kv_link_bytes_total{{{labels}}}"] / values[f"pdctl_kv_link_seconds_total{{{labels}}}"] == 20
 
 
 async def test_version_and_spec(start: Start) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.messages import Abort
+from server.messages import Abort, Prefill
 from tests.router.conftest import Answer, Start
 
 USER = [{"role": "user", "content": "hi"}]
@@ -39,6 +39,9 @@ COMMON: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {"-1": 1}}),
     ("logit_bias", {"logit_bias": {"99999999": 1}}),
     ("logit_bias", {"logit_bias": {"5": "x"}}),
+    ("logit_bias", {"logit_bias": {str(i): 1 for i in range(5000)}}),
+    ("allowed_token_ids", {"allowed_token_ids": [5] * 5000}),
+    ("stop_token_ids", {"stop_token_ids": [5] * 5000}),
     ("max_tokens", {"max_tokens": -1}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_tokens": "many"}),
@@ -77,6 +80,7 @@ COMMON: list[tuple[str, dict[str, Any]]] = [
     ("guided_choice", {"guided_choice": "ab"}),
     ("guided_json", {"guided_json": [1]}),
     ("guided_grammar", {"guided_grammar": 5}),
+    ("guided_grammar", {"guided_grammar": "#" * 70_000}),
     ("bad_words", {"bad_words": [""]}),
     ("bad_words", {"bad_words": "ab"}),
     ("prompt_logprobs", {"prompt_logprobs": 21}),
@@ -87,6 +91,7 @@ CHAT: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": []}),
     ("messages", {"messages": None}),
     ("messages", {"messages": "hi"}),
+    ("messages", {"messages": USER * 10_000}),
     ("messages", {"messages": [5]}),
     ("messages", {"messages": [{"content": "hi"}]}),
     ("messages", {"messages": [{"role": 5, "content": "hi"}]}),
@@ -226,7 +231,13 @@ async def test_model_not_found_lists_names(start: Start) -> None:
 async def test_unknown_paths_and_methods(start: Start) -> None:
     cluster = await start(colocated=1)
     check_error(await cluster.request("GET", "/nowhere"), 404)
-    check_error(await cluster.request("GET", "/v1/completions"), 405)
+    for method, path, allowed in (
+        ("GET", "/v1/completions", {"POST"}),
+        ("TRACE", "/version", {"GET", "HEAD"}),
+    ):
+        answer = await cluster.request(method, path)
+        check_error(answer, 405)
+        assert set(answer.headers["allow"].split(", ")) == allowed
 
 
 async def test_api_key(start: Start, tmp_path: Path) -> None:
@@ -262,8 +273,6 @@ async def test_queue_over_its_mark(start: Start) -> None:
     cluster = await start(colocated=1, router={"queue_high": 1})
     cluster.colocated.stepwise = True
     first = asyncio.create_task(cluster.chat())
-    from server.messages import Prefill
-
     await cluster.colocated.saw(Prefill)
     answer = await cluster.chat(stream=True)
     error = check_error(answer, 429)
@@ -272,6 +281,25 @@ async def test_queue_over_its_mark(start: Start) -> None:
     cluster.colocated.step(100)
     assert (await first).status == 200
     assert (await cluster.chat()).status == 200
+
+
+async def test_every_choice_counts_in_the_queue(start: Start) -> None:
+    cluster = await start(colocated=1, router={"queue_high": 4})
+    cluster.colocated.stepwise = True
+    dispatcher = cluster.stack.dispatcher
+    # 1. Under the mark a request gets in whole, however large it is.
+    large = asyncio.create_task(cluster.complete(prompt=["a", "b", "c"], n=2, max_tokens=2))
+    await cluster.colocated.saw(Prefill, 3)
+    assert (dispatcher.waiting, dispatcher.running) == (6, 0)
+    check_error(await cluster.complete(), 429)
+    # 2. Each has its place until its own first token.
+    cluster.colocated.step(3)
+    await cluster.colocated.saw(Prefill, 6)
+    assert (dispatcher.waiting, dispatcher.running) == (3, 3)
+    small = asyncio.create_task(cluster.complete(max_tokens=2))
+    cluster.colocated.step(100)
+    assert [(await task).status for task in (large, small)] == [200, 200]
+    assert dispatcher.in_flight == 0
 
 
 async def test_time_limit_before_and_after_the_first_token(start: Start) -> None:
@@ -319,6 +347,21 @@ async def test_worker_error(start: Start, pools: dict[str, int]) -> None:
     assert error["message"] == "out of memory"
 
 
+@pytest.mark.parametrize("pools", [{"prefill": 1, "decode": 1}, {"colocated": 1}], ids=["pd", "colocated"])
+async def test_a_grammar_that_runs_into_a_limit(start: Start, pools: dict[str, int]) -> None:
+    """It is the request's fault, and nobody takes the cut text for a whole one."""
+    cluster = await start(**pools)
+    last = list(cluster.fakes.values())[-1]
+    last.error, last.error_reason, last.error_at = "too many items", "refused", 2
+    form = {"response_format": {"type": "json_object"}}
+    error = check_error(await cluster.chat(**form), 400)
+    assert (error["param"], error["code"]) == ("response_format", "grammar_limit")
+    assert "too many items" in error["message"]
+    *chunks, event = (await cluster.chat(stream=True, **form)).events
+    assert event["error"] == error
+    assert not any(c["choices"][0]["finish_reason"] for c in chunks)
+
+
 async def test_internal_error_tells_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = await start(colocated=1)
 
@@ -338,3 +381,20 @@ async def test_tokenizer_endpoints(start: Start) -> None:
     check_error(await cluster.post("/detokenize", {}), 400)
     check_error(await cluster.post("/detokenize", {"tokens": [10**7]}), 400)
     assert (await cluster.post("/detokenize", {"tokens": []})).json == {"prompt": ""}
+
+
+async def test_texts_without_end(start: Start) -> None:
+    """What is only counted, cut, or turned back into text is bounded by what the model could read."""
+    cluster = await start(colocated=1, max_len=32)
+    long = "x" * 10**5
+    for path, body in (
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}),
+        ("/detokenize", {"tokens": [5] * 33}),
+        ("/v1/completions", {"prompt": long, "truncate_prompt_tokens": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}], "truncate_prompt_tokens": 5}),
+    ):
+        assert check_error(await cluster.post(path, body), 400)["code"] == "context_length_exceeded"
+    # More tokens than the model takes may be counted; that needs no model.
+    assert (await cluster.post("/tokenize", {"prompt": "word " * 100})).json["count"] > 32
+    assert (await cluster.post("/detokenize", {"tokens": [5] * 32})).status == 200

@@ -65,7 +65,7 @@ def sample(text: Text, request: openai.Request) -> None:
     field, grammar = structured.read(request)
     if grammar and (wrong := text.check_grammar_now(grammar)):
         raise structured.refused(field, wrong)
-    bounds = openai.Bounds(grammar, text.spellings(request.bad_words or []))
+    bounds = openai.Bounds(field, grammar, text.spellings_now(request.bad_words or []))
     openai.sampling(request, max_tokens=max_tokens, eos_ids=frozenset((2,)), vocab_size=49152, seed=1, bounds=bounds)
 
 

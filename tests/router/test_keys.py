@@ -1,8 +1,9 @@
-"""Keys that change while the router runs, what one key may have in flight, origins, and headers without end."""
+"""Keys that change while the router runs, what one may have in flight, keys that only look, origins, long headers."""
 
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +14,8 @@ from server.errors import StartError
 from server.messages import Prefill
 from server.router.errors import ApiError
 from server.router.keys import Keys
-from tests.router.conftest import Start, read_answer
+from server.viewing import view_twin
+from tests.router.conftest import Cluster, Start, read_answer
 from tests.router.test_errors import check_error
 
 
@@ -97,6 +99,21 @@ async def test_requests_in_flight_by_key(start: Start, tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
 
 
+async def test_choices_count_for_their_key(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a\nb\n")
+    router = {"api_key_file": str(tmp_path / "keys"), "key_max_requests": 4}
+    cluster = await start(colocated=1, router=router)
+    cluster.colocated.stepwise = True
+    held = asyncio.create_task(cluster.complete(bearer("a"), prompt=["one", "two", "three"]))
+    await cluster.colocated.saw(Prefill, 3)
+    assert check_error(await cluster.complete(bearer("a"), n=2), 429)["code"] == "key_limit"
+    one = asyncio.create_task(cluster.complete(bearer("a")))
+    assert check_error(await cluster.complete(bearer("b"), prompt=["x"] * 3, n=2), 400)["param"] == "n", "never"
+    cluster.colocated.step(1000)
+    assert [(await task).status for task in (held, one)] == [200, 200]
+    assert (await cluster.complete(bearer("a"), n=4)).status == 200
+
+
 async def test_origins(start: Start, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a\n")
     page = "https://page.example"
@@ -145,3 +162,51 @@ async def test_what_is_no_http(start: Start) -> None:
         async with asyncio.timeout(5):
             check_error(await read_answer(reader), 400)
         writer.close()
+
+
+def admin_routes(cluster: Cluster) -> list[tuple[str, str]]:
+    """(method, path) of every call of the admin API, a worker's name put in."""
+    gate = cluster.stack.app
+    app: Any = gate._app  # type: ignore[attr-defined]
+    found = [
+        (method, route.path.replace("{name}", "colocated-0"))
+        for route in app.routes
+        if route.path.startswith("/admin/")
+        for method in route.methods - {"HEAD"}
+    ]
+    assert len(found) > 10
+    return found
+
+
+async def test_a_view_key_looks_and_changes_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("# ours\nboss\n")
+    (tmp_path / "view").write_text("guest\n")
+    router = {"admin_key_file": str(tmp_path / "admin"), "view_key_file": str(tmp_path / "view")}
+    cluster = await start(colocated=1, router=router)
+    twins = [view_twin(key).decode() for key in (b"boss", b"guest")]
+    for key in ("guest", *twins):
+        # 1. Every call that changes something is refused before its body is looked at; a new one is too.
+        for method, path in admin_routes(cluster):
+            if method != "GET":
+                answer = await cluster.request(method, path, headers=bearer(key))
+                assert check_error(answer, 403)["code"] == "READ_ONLY", (method, path)
+        # 2. What there is to see can be seen, and the knobs say that they cannot be turned.
+        assert (await cluster.request("GET", "/admin/state", headers=bearer(key))).status == 200
+        assert (await cluster.request("GET", "/admin/knobs", headers=bearer(key))).json["read_only"] is True
+    assert (await cluster.request("GET", "/admin/audit", headers=bearer("boss"))).json["rev"] == 1
+    # 3. The admin key still may; nobody else may even look.
+    body = {"values": {"router.queue_high": 51}}
+    assert (await cluster.request("PATCH", "/admin/knobs", body, bearer("boss"))).status == 200
+    assert (await cluster.request("GET", "/admin/knobs", headers=bearer("boss"))).json["read_only"] is False
+    for key in ("", "# ours", view_twin(b"stranger").decode(), view_twin(view_twin(b"boss")).decode()):
+        for method, path in admin_routes(cluster):
+            check_error(await cluster.request(method, path, headers=bearer(key)), 401)
+
+
+async def test_view_keys_are_read_again(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "view").write_text("guest\n")
+    cluster = await start(colocated=1, router={"view_key_file": str(tmp_path / "view")})
+    rewrite(tmp_path / "view", "visitor\n")
+    assert (await cluster.request("GET", "/admin/state", headers=bearer("visitor"))).status == 200
+    for gone in (b"guest", view_twin(b"guest")):
+        check_error(await cluster.request("GET", "/admin/state", headers=bearer(gone.decode())), 401)

@@ -21,6 +21,7 @@ from server.errors import StartError
 from server.messages import Abort, Prefill
 from server.router.__main__ import Shutdown, serve
 from server.router.text import Text
+from server.router.worker import SILENT_S
 from tests.router.conftest import SECRET, Cluster, read_answer
 from tests.router.fake_worker import FakeWorker
 
@@ -133,6 +134,25 @@ async def test_second_signal_forces(running: Running) -> None:
     writer.close()
 
 
+async def test_a_frozen_router_finds_its_workers_again(running: Running) -> None:
+    """1 a stream, 2 the router stands still for longer than it lets a worker be silent, 3 the stream goes on."""
+    await running.ready()
+    running.fake.stepwise = True
+    reader, writer = await running.post({"prompt": "Once", "stream": True})
+    await running.fake.saw(Prefill)
+    running.fake.step()
+    await reader.readuntil(b"Hello")
+    running.process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(SILENT_S + 1)  # the time that nothing happens in
+    running.process.send_signal(signal.SIGCONT)
+    running.fake.step(10)
+    async with asyncio.timeout(5):
+        rest = await reader.readuntil(b"[DONE]")
+    writer.close()
+    assert b"there" in rest
+    assert b"error" not in rest
+
+
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
     config = Config.model_validate({"colocated": {"workers": 1}, "router": {"port": 0}})
@@ -176,6 +196,7 @@ def test_no_torch_in_the_router(smollm2_dir: Path) -> None:
     code = f"""
 import sys, server.router.__main__
 from server.router.text import Text
+from server.router.worker import SILENT_S
 text = Text({str(smollm2_dir)!r})
 text._render([{{"role": "user", "content": "hi"}}], True, False, {{}})
 heavy = {{"torch", "tensorflow", "jax", "pandas"}} & set(sys.modules)

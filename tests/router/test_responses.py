@@ -1,6 +1,7 @@
 """/v1/responses: the order of events, what is kept for a next turn, and the endpoint's own refusals."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from server.messages import Prefill
@@ -78,6 +79,25 @@ async def test_next_turn(start: Start) -> None:
     unkept = (await respond(cluster, store=False)).json
     error = check_error(await respond(cluster, previous_response_id=unkept["id"]), 400)
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+
+async def test_an_answer_belongs_to_its_key(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("ours\ntheirs\n")
+    cluster = await start(colocated=1, router={"api_key_file": str(tmp_path / "keys")})
+    ours, theirs = {"Authorization": "Bearer ours"}, {"Authorization": "Bearer theirs"}
+    kept = (await cluster.post("/v1/responses", {"input": "hi"}, ours)).json
+    path, follow = f"/v1/responses/{kept['id']}", {"input": "and?", "previous_response_id": kept["id"]}
+    # To another key it looks as if there were none.
+    for method in ("GET", "DELETE"):
+        error = check_error(await cluster.request(method, path, headers=theirs), 404)
+        assert error == check_error(await cluster.request(method, "/v1/responses/resp_none", headers=theirs), 404)
+    for stream in (False, True):
+        error = check_error(await cluster.post("/v1/responses", {**follow, "stream": stream}, theirs), 400)
+        assert error["code"] == "previous_response_not_found"
+    # To its own it is there, still.
+    assert (await cluster.request("GET", path, headers=ours)).json == kept
+    assert (await cluster.post("/v1/responses", follow, ours)).status == 200
+    assert (await cluster.request("DELETE", path, headers=ours)).json["deleted"]
 
 
 async def test_items(start: Start) -> None:

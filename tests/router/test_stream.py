@@ -1,12 +1,15 @@
 """What goes over the wire: framing of streams, roles, finish reasons, usage."""
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from server.messages import Abort
+from server.messages import Abort, Prefill
 from tests.router.conftest import HELLO, Start
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 POOLS: list[dict[str, int]] = [{"prefill": 1, "decode": 1}, {"colocated": 1}]
 
 
@@ -49,6 +52,24 @@ async def test_raw_bytes_of_a_chat_stream(start: Start) -> None:
     reasons = [c["choices"][0]["finish_reason"] for c in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["stop"]
     assert not any("usage" in c for c in chunks)
+
+
+async def test_nothing_goes_out_before_the_first_token(start: Start) -> None:
+    """And then the role and the token in one write: a client that takes the first byte for the first token is right."""
+    cluster = await start(colocated=1)
+    cluster.colocated.stepwise = True
+    reader, writer = await cluster.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
+    await cluster.colocated.saw(Prefill)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(1), 0.2)
+    cluster.colocated.step()
+    await reader.readuntil(b"\r\n\r\n")
+    size = int(await reader.readline(), 16)
+    first, second, end = (await reader.readexactly(size)).split(b"\n\n")
+    assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert json.loads(second.removeprefix(b"data: "))["choices"][0]["delta"] == {"content": "Hello"}
+    assert end == b""
+    writer.close()
 
 
 async def test_line_separators_are_escaped(start: Start) -> None:
@@ -234,6 +255,13 @@ async def test_truncation(start: Start) -> None:
     assert cluster.colocated.received[-1].prompt == ids[:5]  # type: ignore[union-attr]
 
 
+async def test_a_cut_prompt_is_echoed_as_cut(start: Start) -> None:
+    cluster = await start(colocated=1)
+    body = {"prompt": "one two three four", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
+    assert (await cluster.complete(**body)).json["choices"][0]["text"] == " three four"
+    assert (await cluster.complete(**body, truncation_side="right")).json["choices"][0]["text"] == "one two"
+
+
 async def test_continue_final_message_and_echo(start: Start) -> None:
     cluster = await start(colocated=1)
     messages = [{"role": "user", "content": "Say A"}, {"role": "assistant", "content": "A is"}]
@@ -243,6 +271,39 @@ async def test_continue_final_message_and_echo(start: Start) -> None:
     assert cluster.text.decode(cluster.colocated.received[-1].prompt).endswith("A is")  # type: ignore[union-attr]
     chunks = (await cluster.chat(**body, stream=True)).events
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == whole
+
+
+async def test_template_variables_and_no_generation_prompt(start: Start) -> None:
+    cluster = await start(colocated=1)
+    plain = (await cluster.post("/tokenize", CHAT)).json["tokens"]
+    answer = await cluster.chat(add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False})
+    assert answer.status == 200
+    prompt = cluster.colocated.heard(Prefill)[-1].prompt
+    assert plain[: len(prompt)] == prompt
+    assert cluster.text.decode(plain[len(prompt) :], skip_special=False) == "<|im_start|>assistant\n"
+
+
+async def test_chat_may_use_the_room_left(start: Start) -> None:
+    cluster = await start(colocated=1, max_len=64)
+    assert (await cluster.chat()).status == 200
+    heard = cluster.colocated.heard(Prefill)[-1]
+    assert heard.params.max_tokens == 64 - len(heard.prompt)
+
+
+async def test_prompt_logprobs_of_a_chat(start: Start) -> None:
+    cluster = await start(colocated=1)
+    body = (await cluster.chat(prompt_logprobs=1)).json
+    assert body["prompt_logprobs"][0] is None
+    assert cluster.colocated.heard(Prefill)[-1].params.num_prompt_logprobs == 1
+
+
+async def test_two_requests_of_one_name(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    named = {"X-Request-Id": "twin"}
+    answers = await asyncio.gather(*(cluster.chat(named, n=2) for _ in range(2)))
+    assert [answer.status for answer in answers] == [200, 200]
+    assert {answer.headers["x-request-id"] for answer in answers} == {"twin"}
+    assert len({answer.json["id"] for answer in answers}) == 2
 
 
 async def test_any_role_and_null_content_pass(start: Start) -> None:

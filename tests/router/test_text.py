@@ -89,6 +89,40 @@ def test_stops_across_tokens(text: Text, words: str, stops: list[str]) -> None:
     assert ("".join(chunks), found) == cut(words, stops)
 
 
+@pytest.fixture(scope="module")
+def by_bytes(text: Text) -> dict[bytes, int]:
+    """The vocabulary, special tokens apart, by what each token stands for."""
+    return {text.piece(i): i for i in range(text.vocab_size) if not text.is_special(i)}
+
+
+def split(words: str, by_bytes: dict[bytes, int], seed: int) -> list[int]:
+    """Tokens that make up `words`, cut anywhere, within characters too; not the ones that a tokenizer would choose."""
+    rng, raw, ids = random.Random(seed), words.encode(), []
+    while raw:
+        sizes = [size for size in range(1, 9) if raw[:size] in by_bytes]
+        assume(sizes)  # this vocabulary lacks a few bytes, such as 0xF1
+        size = rng.choice(sizes)
+        ids.append(by_bytes[raw[:size]])
+        raw = raw[size:]
+    return ids
+
+
+@QUICK
+@given(
+    words=st.text(st.characters(codec="utf-8") | st.sampled_from("ab é世🎉 "), max_size=40),
+    stops=st.lists(st.text(st.sampled_from("ab é世🎉 "), min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_split_into_tokens(
+    text: Text, by_bytes: dict[bytes, int], words: str, stops: list[str], include: bool, seed: int
+) -> None:
+    chunks, found = run(text, split(words, by_bytes, seed), stops=stops, include_stop=include)
+    assert ("".join(chunks), found) == cut(words, stops, include)
+    if "\ufffd" not in words:
+        assert not any("\ufffd" in chunk for chunk in chunks)
+
+
 @QUICK
 @given(ids=st.lists(st.integers(0, 49151), max_size=30))
 def test_any_ids_are_survived(text: Text, ids: list[int]) -> None:
@@ -132,7 +166,7 @@ def test_token_bytes_concatenate(text: Text) -> None:
 
 async def test_far_too_long_is_refused_before_tokenizing(text: Text) -> None:
     with pytest.raises(ApiError) as caught:
-        await text.encode("x" * 10**6, "prompt", limit=text.max_len)
+        await text.encode("x" * 10**6, "prompt")
     assert caught.value.error_code == "context_length_exceeded"
 
 

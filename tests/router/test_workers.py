@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from server.messages import Abort, Decode, Prefill
+from server.messages import Abort, AbortAck, Decode, Done, GrantRequest, NotResident, Prefill, SeqToken, Tokens
+from server.sequence import SeqId
 from tests.router.conftest import HELLO, Cluster, Start, until
+from tests.router.fake_worker import FakeWorker
 from tests.router.test_admin import ADMIN
 from tests.router.test_errors import check_error
 
@@ -172,6 +174,61 @@ async def test_decode_lost_after_the_first_token(start: Start) -> None:
     await nothing_open(cluster)
 
 
+def holder(cluster: Cluster) -> tuple[FakeWorker, FakeWorker]:
+    """(the decode worker that has the sequence, the other one)."""
+    both = (cluster.fakes["decode-0"], cluster.fakes["decode-1"])
+    return both if both[0].heard(Decode) else (both[1], both[0])
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+async def test_lost_decode_worker_is_replaced(start: Start, has_first: bool) -> None:
+    # 1. A request is with prefill and one of two decode workers; its first token is out, or not yet.
+    cluster = await start(prefill=1, decode=2)
+    ids = cluster.say(HELLO)
+    for fake in cluster.fakes.values():
+        fake.stepwise = True
+    task = asyncio.create_task(cluster.chat(return_token_ids=True, headers={"x-pdctl-timing": "1"}))
+    (first,) = await cluster.prefill.saw(Prefill)
+    await until(lambda: any(cluster.fakes[f"decode-{i}"].heard(Decode) for i in range(2)))
+    lost_one, other = holder(cluster)
+    if has_first:
+        cluster.prefill.step()
+        await until(lambda: cluster.stack.dispatcher.running == 1 or not cluster.stack.workers.all["prefill-0"].open)
+    # 2. That decode worker dies: prefill is told of the other one, and that one of the sequence. Same id, same prompt.
+    await lost_one.stop()
+    _, again = await cluster.prefill.saw(Prefill, 2)
+    (decode,) = await other.saw(Decode)
+    assert (again.id, again.prompt, again.decode) == (first.id, first.prompt, other.name)
+    assert (decode.id, decode.prefill) == (first.id, "prefill-0")
+    # 3. The answer is whole, and says who gave it.
+    cluster.prefill.step(2)
+    other.step(200)
+    answer = (await task).json
+    assert answer["choices"][0]["token_ids"] == ids
+    assert answer["pdctl"]["decode"] == other.name
+    await nothing_open(cluster)
+
+
+async def test_decode_worker_lost_with_the_only_copy(start: Start) -> None:
+    """Its second token says that prefill has let go: an error, though there is another worker. Prefill is told
+    anyway."""
+    cluster = await start(prefill=1, decode=2)
+    for name in ("decode-0", "decode-1"):
+        cluster.fakes[name].stepwise = True
+    reader, writer = await begin_stream(cluster)
+    await read_until(reader, b'"content":"Hello"')
+    lost_one, other = holder(cluster)
+    lost_one.step(3)
+    await read_until(reader, b'"content":","')
+    await lost_one.stop()
+    rest = await reader.read()
+    writer.close()
+    assert b'"code":"worker_lost"' in rest
+    assert not other.heard(Decode)
+    await cluster.prefill.saw(Abort)
+    await nothing_open(cluster)
+
+
 async def test_prefill_lost_after_hand_over_is_not_missed(start: Start) -> None:
     cluster = await start(prefill=1, decode=1)
     cluster.decode.stepwise = True
@@ -199,8 +256,39 @@ async def test_lost_prefill_leaves_decode_serving_alone(start: Start) -> None:
     assert cluster.decode.heard(Prefill)[0].decode == ""
 
 
-async def test_no_worker_left(start: Start) -> None:
+async def test_requests_wait_for_a_worker_that_comes_back(start: Start) -> None:
+    """1 the only worker dies, 2 a request and a stream wait in the queue, 3 it is back, 4 both are answered."""
     cluster = await start(colocated=1)
+    await cluster.colocated.stop()
+    await lost(cluster, "colocated-0")
+    asked = [asyncio.create_task(cluster.chat(stream=stream)) for stream in (False, True)]
+    await until(lambda: cluster.stack.dispatcher.waiting == 2)
+    assert (await cluster.request("GET", "/readyz")).status == 503
+    assert (await cluster.request("GET", "/health")).status == 503
+    cluster.colocated.restart()
+    await cluster.colocated.start()
+    assert [(await answer).status for answer in asked] == [200, 200]
+
+
+async def test_the_wait_for_a_worker_has_an_end(start: Start) -> None:
+    cluster = await start(colocated=1, router={"worker_wait": 0.1, "queue_high": 1})
+    await cluster.colocated.stop()
+    await lost(cluster, "colocated-0")
+    waiting = asyncio.create_task(cluster.chat())
+    await until(lambda: cluster.stack.dispatcher.waiting == 1)
+    too_many = await cluster.chat()
+    assert (too_many.status, (await waiting).status) == (429, 503)
+    assert all("retry-after" in answer.headers for answer in (too_many, await waiting))
+
+
+async def test_nobody_waits_for_a_drained_worker(start: Start) -> None:
+    cluster = await start(colocated=1)
+    cluster.stack.workers.drain(cluster.stack.workers.all["colocated-0"], True)
+    assert check_error(await cluster.chat(), 503)["code"] == "no_worker"
+
+
+async def test_no_worker_left(start: Start) -> None:
+    cluster = await start(colocated=1, router={"worker_wait": 0})
     await cluster.colocated.stop()
     await lost(cluster, "colocated-0")
     answer = await cluster.chat()
@@ -351,3 +439,40 @@ async def test_a_worker_more_and_one_less(start: Start) -> None:
     for _ in range(4):
         assert (await cluster.chat()).status == 200
     assert late.heard(Decode)
+
+
+async def test_a_worker_that_is_away_has_no_figures(start: Start) -> None:
+    """Those of an incarnation that is gone would be taken for the new one's."""
+    cluster = await start(prefill=1, decode=1)
+
+    async def decode() -> dict[str, Any]:
+        workers = (await cluster.request("GET", "/admin/state", headers=ADMIN)).json["workers"]
+        return next(worker for worker in workers if worker["name"] == "decode-0")
+
+    assert (await decode())["load"]["blocks_total"] == 100
+    await cluster.decode.stop()
+    await until(lambda: not cluster.stack.workers.all["decode-0"].is_connected)
+    found = await decode()
+    assert (found["load"], found["load_age_s"], found["heartbeat"]) == (None, None, None)
+    await cluster.decode.start()
+    await until(lambda: cluster.stack.workers.all["decode-0"].load is not None)
+    assert (await decode())["load"]["blocks_total"] == 100
+    assert (await decode())["pid"] == 4242
+
+
+async def test_what_no_request_waits_for(start: Start) -> None:
+    """1. Words about a sequence that nobody has, and messages that are for others: passed over, the latter counted.
+    2. The connection stays, and the next request is served."""
+    cluster = await start(prefill=1, decode=1)
+    worker = cluster.stack.workers.all["decode-0"]
+    nobody = SeqId("another", 1, 0)
+    for channel in cluster.decode._channels:
+        channel.send(Tokens((SeqToken(nobody, 0, cluster.decode.token(5)),)))
+        channel.send(Done(nobody, "length"))
+        channel.send(NotResident(nobody))
+        channel.send(AbortAck(nobody))
+        channel.send(GrantRequest(nobody, 10))
+    await until(lambda: worker.unexpected == 1)
+    assert worker.is_connected
+    assert (await cluster.chat()).json["choices"][0]["message"]["content"] == HELLO
+    await nothing_open(cluster)

@@ -1,5 +1,6 @@
 """One stack of each kind over the tiny model, for tests that compare what a client sees of them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,6 @@ def colocated_url(colocated_stack: Running) -> str:
 
 @pytest.fixture(params=["pd", "colocated"])
 def url(request: pytest.FixtureRequest) -> str:
-    """Of a live stack, each kind in turn."""
-    found: str = request.getfixturevalue(f"{request.param}_url")
+    """Of a live stack, each kind in turn; PDCTL_TEST_URL names one that runs already."""
+    found: str = os.environ.get("PDCTL_TEST_URL") or request.getfixturevalue(f"{request.param}_url")
     return found

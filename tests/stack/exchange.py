@@ -28,9 +28,9 @@ class Exchange:
         return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
-def ask(url: str, path: str, fields: dict[str, Any], *, stream: bool = False, key: str = "") -> Exchange:
+def ask(url: str, path: str, fields: dict[str, Any], *, stream: bool = False, timing: bool = False) -> Exchange:
     body = {**fields, "stream": True} if stream else fields
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"x-pdctl-timing": "1"} if timing else {}
     answer = httpx.post(f"{url}{path}", json=body, headers=headers, timeout=120)
     return Exchange(answer.status_code, answer.headers, answer.content)
 

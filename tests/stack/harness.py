@@ -54,14 +54,16 @@ kv_bytes = "{kv_bytes}"
 
 
 class Running:
-    """A stack that is up."""
+    """A stack that is up. `prefix`: what a command is run by, such as `ip netns exec NAME`."""
+
+    prefix: tuple[str, ...] = ()
 
     def __init__(self, name: str, env: dict[str, str]) -> None:
         self.name = name
         self.env = env
 
     def cli(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "pdctl", *args]
+        command = [*self.prefix, sys.executable, "-P", "-m", "pdctl", *args]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def status(self) -> dict[str, Any]:

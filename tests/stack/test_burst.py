@@ -84,7 +84,7 @@ def test_burst(tmp_path: Path, tiny_model_dir: Path, threshold: int) -> None:
                 assert answer.json()["usage"]["completion_tokens"] == 32
         assert watch.loads["decode-0"][-1]["blocks_total"] == SLOTS // 16
         assert watch.peak("decode-0") <= 0.92
-        assert watch.loads["decode-0"][-1]["preemptions"] < 5, "a storm would be dozens"
+        assert watch.loads["decode-0"][-1]["preemptions"] == 0, "growth is reserved with the grant"
         assert_nothing_left(stack)
         print(f"\n{dict(counts)} in {time.monotonic() - start:.1f} s; peak P {watch.peak('prefill-0'):.2f}, "
               f"D {watch.peak('decode-0'):.2f}")  # fmt: skip

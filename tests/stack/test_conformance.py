@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.stack.exchange import Result, ask, by_choice, check_stream, gathered, same, whole
+from tests.stack.harness import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EOS, MAX_LEN = 2, 4096
@@ -141,6 +142,11 @@ ROWS = [
     # -- what may be sampled
     completion("allowed_token_ids", lambda r, _: set(r[0].text) == {"a"}, **ONLY_A),
     completion("logit_bias", lambda r, _: set(r[0].text) == {"b"}, logit_bias={str(B): 100}),
+    completion("logit_bias the other way", lambda r, _: set(r[0].text) == {"b"}, **ONLY_AB, logit_bias={str(A): -100}),
+    completion("repetition_penalty counts the prompt", lambda r, _: r[0].text == "b", **ONLY_AB, prompt=[A] * 9,
+               repetition_penalty=1e6, max_tokens=1),
+    completion("frequency_penalty counts token 0", lambda r, _: r[0].text[0] != r[0].text[1], **ONLY_AB,
+               frequency_penalty=2, logit_bias={str(A): 1}, max_tokens=2, prompt=[A]),
     completion("bad_words", lambda r, _: set(r[0].text) == {"b"}, **ONLY_AB, bad_words=["a"]),
     completion("a bad word of two tokens", lambda r, _: "z" in r[0].text and "zq" not in r[0].text,
                allowed_token_ids=[Z, Q], bad_words=["zq"], temperature=1, seed=3, max_tokens=40),
@@ -151,6 +157,8 @@ ROWS = [
     chat("logprobs of every token", logprobs_are_of(12), logprobs=True, top_logprobs=3, ignore_eos=True),
     chat("logprobs' bytes are the text", bytes_are_the_text, **says("é日x", logprobs=True)),
     completion("echo", lambda r, _: r[0].text.startswith("Once") and len(r[0].text) > 4, echo=True, ignore_eos=True),
+    chat("echo alone", ends("The", "length", None, 0), echo=True, max_tokens=0, continue_final_message=True,
+         messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "The"}]),
     completion("echo alone", ends("Once", "length", None, 0), echo=True, max_tokens=0),
     completion("echo with logprobs", echoes("Once upon a"), prompt="Once upon a", echo=True, logprobs=1, **ONLY_A),
     completion("echo with logprobs alone", echoes("Once upon"), prompt="Once upon", echo=True, logprobs=0,
@@ -160,6 +168,10 @@ ROWS = [
     # -- the rest
     completion("truncated on the left", lambda _, body: body["usage"]["prompt_tokens"] == 3, prompt="one two three",
                truncate_prompt_tokens=3),
+    completion("truncated on the right", lambda _, body: body["usage"]["prompt_tokens"] == 3, prompt="one two three",
+               truncate_prompt_tokens=3, truncation_side="right"),
+    chat("a stop token as the first one", ends("", "stop", A, 1), **ONLY_A, stop_token_ids=[A]),
+    chat("half a stop at the end of text", ends("xy", "stop"), **says("xy"), stop=["yz"]),
     completion("token ids in the answer", lambda r, body: len(r[0].ids or []) == body["usage"]["completion_tokens"],
                return_token_ids=True),
     chat("null is left out", counts(12), stop=None, logprobs=None, tools=None, seed=None, n=None, ignore_eos=True),
@@ -279,6 +291,47 @@ def test_prompt_logprobs(url: str) -> None:
         assert len(others) == len(ids) - 1
         own = [entry[str(token)]["logprob"] for entry, token in zip(others, ids[1:], strict=True)]
         assert own == pytest.approx(echoed["token_logprobs"][1 : len(ids)], abs=1e-3)
+
+
+def test_as_good_as_greedy(url: str) -> None:
+    """Each of these leaves the most likely token only."""
+    fields = {"prompt": "x", "max_tokens": 20, "seed": 3}
+    greedy = whole(ask(url, COMPLETIONS, {**fields, "temperature": 0}).body)[0].text
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}):
+        assert whole(ask(url, COMPLETIONS, {**fields, "temperature": 1.5, **narrow}).body)[0].text == greedy, narrow
+
+
+def test_choices_differ(url: str) -> None:
+    fields = {"prompt": "x", "max_tokens": 20, "temperature": 1, "seed": 3, "n": 4}
+    assert len({result.text for result in whole(ask(url, COMPLETIONS, fields).body)}) == 4
+
+
+def test_a_grammar_that_runs_into_a_limit(url: str) -> None:
+    """After a token or two: an error, streamed or not, and no "stop" after half a text."""
+    fields = {"prompt": "x", "max_tokens": 50, "structured_outputs": {"regex": "a{1000}{100}"}}
+    exchange = ask(url, COMPLETIONS, fields)
+    assert (exchange.status, exchange.body["error"]["code"]) == (400, "grammar_limit")
+    *chunks, last = ask(url, COMPLETIONS, fields, stream=True).chunks
+    assert last["error"] == exchange.body["error"]
+    assert chunks, "it came after the first token"
+    assert not any(chunk["choices"][0]["finish_reason"] for chunk in chunks)
+
+
+def test_what_a_client_leaves_is_free_within_a_second(url: str, request: pytest.FixtureRequest) -> None:
+    stack = request.getfixturevalue(f"{'pd' if 'pd' in request.node.callspec.id else 'colocated'}_stack")
+
+    def held() -> dict[str, int]:
+        loads = [worker["load"] for worker in stack.admin("/admin/state", url=url)["workers"]]
+        return {key: sum(load[key] for load in loads) for key in ("running", "waiting", "blocks_used", "pushing")}
+
+    fields = {"prompt": [A] * 600, "max_tokens": 3000, "ignore_eos": True, "n": 2, "stream": True}
+    with httpx.stream("POST", f"{url}{COMPLETIONS}", json=fields, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        next(pieces)
+        eventually(lambda: held()["blocks_used"], 10, "it is running")
+    eventually(
+        lambda: not any(held().values()), 1 + 2, "free; workers say so five times a second, and this box is slow"
+    )
 
 
 def test_prompt_tokens_are_those_of_tokenize(url: str) -> None:

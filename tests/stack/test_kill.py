@@ -110,7 +110,10 @@ def test_kill(stack: Running, victim: str) -> None:
         assert stream.lines[-1] == "data: [DONE]"
     else:
         assert stream.error is not None, "a router that dies cuts the connection: the client sees that"
-    # 5. The supervisor brings it back and the next request works.
+    # 5. Who asks while the only decode worker is away waits for it.
+    if victim == "decode-0":
+        assert len(complete(stack.url, PROMPT)["token_ids"]) == 32
+    # 6. The supervisor brings it back and the next request works.
     comes_back(stack, victim, pid)
     next_request_works(stack.url)
 

@@ -14,7 +14,7 @@ from tests.stack import reference
 from tests.stack.harness import PD, Running, complete, eventually, running
 from tests.stack.test_text import prompts
 
-# Every knob that a worker or the router reads while it works.
+# Every knob.
 TURNS: list[dict[str, float | str]] = [
     {"transfer.chunk_tokens": 16, "transfer.max_inflight": 1},
     {"prefill.token_budget": 64, "prefill.chunk_tokens": 64},
@@ -24,8 +24,8 @@ TURNS: list[dict[str, float | str]] = [
     {"prefill.max_seqs": 1, "prefill.queue_high": 1},
     {"hybrid.threshold_tokens": "auto", "decode.prefill_tokens": "auto"},
     {"decode.kv_low": 0.8, "decode.kv_high": 0.92, "transfer.chunk_tokens": 48},
-    {"prefill.chunk_tokens": 16, "decode.max_running": 3},
-    {"hybrid.threshold_tokens": 0},
+    {"prefill.chunk_tokens": 16, "decode.max_running": 3, "decode.idle_swap_s": 1},
+    {"hybrid.threshold_tokens": 0, "router.queue_high": 60, "decode.queue_low": 1},
 ]
 
 
@@ -78,6 +78,8 @@ def change_and_ask(stack: Running, folder: Path, seconds: float) -> tuple[int, i
             assert complete(url, prompt, max_tokens=24)["token_ids"] == tokens, f"{len(prompt)} tokens"
             next(answered)
 
+    knobs = json.loads(stack.cli("get", "--json").stdout)["knobs"]
+    assert set(knobs) == {knob for turn in TURNS for knob in turn}, "a knob that nobody turns here"
     changes = 0
     with ThreadPoolExecutor(6) as clients:
         asking = [clients.submit(ask, number) for number in range(6)]

@@ -37,7 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterat
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m pdctl "$@"\n')
     shim.chmod(0o755)
-    env = {"PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    env = {"PATH": f"{shim.parent}:{os.environ['PATH']}", "XDG_CONFIG_HOME": str(folder / "config")}
     with running(folder, DEMO, env=env, name="demo") as stack:
         yield stack
 
@@ -68,7 +68,9 @@ def test_sdk(stack: Running, capsys: pytest.CaptureFixture[str]) -> None:
     code = code.replace("http://127.0.0.1:8000", stack.url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 10
+    answer, _, record = done.stdout.rpartition("{'path': 'pd'")
+    assert len(answer) > 10
+    assert "'first_token_ms': " in record
 
 
 def test_make_is_run_by_ci() -> None:

@@ -1,13 +1,16 @@
-"""What a client sees does not depend on where its tokens were made: random requests, all fields drawn, both kinds of
-stack, streamed or whole, alone or beside others. Float32: same text, finish_reason, usage; logprobs within 1e-3."""
+"""What a client sees does not depend on where its tokens were made: random requests, all fields drawn, on all paths
+(pd, resident, colocated), streamed or whole, alone or beside others. Float32: same text, finish_reason, usage; logprobs
+within 1e-3."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.stack.exchange import Exchange, Result, ask, gathered, same, whole
+from tests.stack.harness import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = ["one", "zwei", "日本", "😀", " ", "\n", "a b", "é", "x" * 30, "The quick brown fox"]
@@ -21,8 +24,11 @@ BOUNDS: list[dict[str, Any]] = [
 ]
 
 
-def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A request with about half of its fields set."""
+LONG = 200  # characters that are some blocks of tokens in any case
+
+
+def draw(rng: random.Random, least: int = 0) -> tuple[str, dict[str, Any]]:
+    """A request with about half of its fields set; its prompts have at least so many characters, or tokens."""
     fields: dict[str, Any] = {"seed": rng.randrange(2**40), "max_tokens": rng.choice([1, 2, 3, 10, 40])}
 
     def maybe(share: float, **more: Any) -> None:
@@ -50,45 +56,82 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
     maybe(0.2, **rng.choice(BOUNDS))
     if rng.random() < 0.5:
         maybe(0.5, logprobs=True, top_logprobs=rng.choice([0, 3]))
-        fields["messages"] = [{"role": "user", "content": "".join(rng.choices(WORDS, k=rng.randint(1, 30)))}]
+        fields["messages"] = [{"role": "user", "content": words(rng, least)}]
         return CHAT, fields
     maybe(0.5, logprobs=rng.choice([0, 3]))
     maybe(0.2, echo=True)
-    length = rng.choice([1, 15, 16, 17, 64, 100, 257, 600])
-    text = "".join(rng.choices(WORDS, k=rng.randint(1, 30)))
-    fields["prompt"] = rng.choice([text, [text, "two"], [rng.randrange(3, 512) for _ in range(length)]])
+    length = max(least, rng.choice([1, 15, 16, 17, 64, 100, 257, 600]))
+    text = words(rng, least)
+    second = "two" if not least else words(rng, least)
+    fields["prompt"] = rng.choice([text, [text, second], [rng.randrange(3, 512) for _ in range(length)]])
     return COMPLETIONS, fields
 
 
-def send(url: str, path: str, fields: dict[str, Any], *, stream: bool) -> tuple[list[Result], Any]:
+def words(rng: random.Random, least: int) -> str:
+    text = "".join(rng.choices(WORDS, k=rng.randint(1, 30)))
+    while len(text) < least:
+        text += rng.choice(WORDS)
+    return text
+
+
+@dataclass
+class Seen:
+    results: list[Result]
+    usage: dict[str, int]  # without what was cached
+    path: str  # of the first choice
+
+
+def send(url: str, path: str, fields: dict[str, Any], *, stream: bool) -> Seen:
     fields = {**fields, "stream_options": {"include_usage": True}} if stream else fields
-    exchange: Exchange = ask(url, path, fields, stream=stream)
+    exchange: Exchange = ask(url, path, fields, stream=stream, timing=True)
     assert exchange.status == 200, (fields, exchange.raw)
+    last = exchange.chunks[-1] if stream else exchange.body
     results = gathered(exchange.chunks[:-1]) if stream else whole(exchange.body)
-    usage = exchange.chunks[-1]["usage"] if stream else exchange.body["usage"]
-    return results, {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    usage = {key: last["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return Seen(results, usage, last["pdctl"]["path"])
 
 
-def compare(pd_url: str, colocated_url: str, count: int, seed: int) -> None:
+def compare(pd_url: str, colocated_url: str, count: int, seed: int, least: int = 0) -> None:
+    """Every request on the pd and the colocated path; with `least`, on the resident one too."""
     rng = random.Random(seed)
-    requests = [(*draw(rng), rng.random() < 0.5) for _ in range(count)]
+    requests = [(*draw(rng, least), rng.random() < 0.5) for _ in range(count)]
 
-    def both(request: tuple[str, dict[str, Any], bool]) -> None:
-        path, fields, stream = request
-        here, used_here = send(pd_url, path, fields, stream=stream)
-        there, used_there = send(colocated_url, path, fields, stream=not stream)
-        assert used_here == used_there, fields
-        assert same(here, there), (path, fields, here, there)
+    def on_all(number: int) -> None:
+        path, fields, stream = requests[number]
+        fields["cache_salt"] = f"{seed}/{least}/{number}"  # nobody has read its prompt yet
+        pd = send(pd_url, path, fields, stream=stream)
+        assert pd.path == "pd"
+        others = [send(colocated_url, path, fields, stream=not stream)]
+        assert others[0].path == "colocated"
+        if least and not ("prompt" in fields and "echo" in fields and "logprobs" in fields):  # those are read anew
+            prompt = {key: fields[key] for key in ("prompt", "messages", "cache_salt") if key in fields}
+            # An answer that ended with its first token has left nothing at the decode worker.
+            send(pd_url, path, {**prompt, "max_tokens": 3, "ignore_eos": True}, stream=False)
+
+            def again() -> Seen | None:
+                """What workers publish is a moment late."""
+                others.append(send(pd_url, path, fields, stream=not stream))
+                return others[-1] if others[-1].path == "resident" else None
+
+            eventually(again, 20, "a request on the resident path")
+        for other in others:
+            assert other.usage == pd.usage, fields
+            assert same(pd.results, other.results), (path, fields, pd, other)
 
     with ThreadPoolExecutor(6) as clients:
-        list(clients.map(both, requests))
+        list(clients.map(on_all, range(count)))
 
 
 def test_forty_requests(pd_url: str, colocated_url: str) -> None:
     compare(pd_url, colocated_url, 40, seed=1)
 
 
+def test_twenty_requests_on_three_paths(pd_url: str, colocated_url: str) -> None:
+    compare(pd_url, colocated_url, 20, seed=2, least=LONG)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_two_hundred_requests(pd_url: str, colocated_url: str, seed: int) -> None:
-    compare(pd_url, colocated_url, 200, seed=100 + seed)
+@pytest.mark.parametrize("least", [0, LONG])
+def test_two_hundred_requests(pd_url: str, colocated_url: str, seed: int, least: int) -> None:
+    compare(pd_url, colocated_url, 200, seed=100 + seed, least=least)

@@ -1,4 +1,5 @@
-"""One end of a transfer as a program, for test_netns: `receive HOST CODEC` or `send CODEC`. JSON lines both ways.
+"""One end of a transfer as a program, for test_netns: `receive HOST CODEC CHUNK_BLOCKS` or `send CODEC CHUNK_BLOCKS`.
+JSON lines both ways.
 
 The ring holds a slot for every chunk, so that no credit has to travel back.
 """
@@ -18,7 +19,7 @@ from server.transfer.sender import Sender
 from server.transfer.tcp import TcpTransport
 from server.transfer.thread import TransferThread
 
-BLOCK_BYTES, CHUNK_BLOCKS, NUM_BLOCKS = 64 * 1024, 8, 512
+BLOCK_BYTES, NUM_BLOCKS = 64 * 1024, 512
 ID = SeqId("router", 1, 0)
 
 
@@ -31,8 +32,8 @@ def codec(name: str) -> Codec | None:
     return None if name == "none" else Codec(name, torch.bfloat16, 1024)
 
 
-def receive(host: str, name: str) -> None:
-    ring = LandingRing(NUM_BLOCKS * BLOCK_BYTES, BLOCK_BYTES, CHUNK_BLOCKS, 1)
+def receive(host: str, name: str, chunk_blocks: int) -> None:
+    ring = LandingRing(NUM_BLOCKS * BLOCK_BYTES, BLOCK_BYTES, chunk_blocks, 1)
     blocks, done = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8), threading.Event()
     found: list[ReceiveStats] = []
 
@@ -65,14 +66,14 @@ def receive(host: str, name: str) -> None:
     thread.close()
 
 
-def send(name: str) -> None:
+def send(name: str, chunk_blocks: int) -> None:
     start = json.loads(sys.stdin.readline())
     transport = TcpTransport("P")
     sender = Sender(
         transport,
         pool(),
         16,
-        chunk_tokens=16 * CHUNK_BLOCKS,
+        chunk_tokens=16 * chunk_blocks,
         max_inflight=16,
         checksum=True,
         codec=codec(name),
@@ -93,6 +94,6 @@ def send(name: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "receive":
-        receive(*sys.argv[2:])
+        receive(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
-        send(*sys.argv[2:])
+        send(sys.argv[2], int(sys.argv[3]))

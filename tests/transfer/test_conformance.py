@@ -309,3 +309,57 @@ def test_random_faults_all_arrive(kind: str) -> None:
         world.drop(seq(i))
     world.check()
     world.close()
+
+
+def test_slow_peer_is_waited_for(kind: str) -> None:
+    """Each chunk takes a third of the limit; as long as there is progress, the whole may take any time."""
+    world = World(kind, ring_slots=2)
+
+    def slowly(arrived: object) -> Fault:
+        world.clock.now += 10.0
+        return Fault.NONE
+
+    world.fault = slowly
+    source, target = list(range(1, 33)), list(range(60, 92))
+    world.open(seq(1), source, target)
+    world.push(seq(1), 32)
+    assert world.complete(seq(1)).transfer > world.timeout_s
+    assert world.same(source, target)
+    assert world.p.count("failed") == world.p.count("lost") == 0
+    world.drop(seq(1))
+    world.check()
+    world.close()
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("moment", ["opened", "posted", "held", "half", "complete"])
+def test_abort_at_every_moment(world: World, moment: str, side: str) -> None:
+    """One side gives the sequence up, then hears that the other has as well. Its blocks are clean for the next
+    owner."""
+    world.fault = lambda arrived: Fault.HOLD if moment == "held" and arrived.tag.id == seq(1) else Fault.NONE
+    source, target = list(range(1, 17)), list(range(60, 76))
+    thaw = world.freeze() if moment == "posted" else None
+    world.open(seq(1), source, target)
+    if moment != "opened":
+        world.push(seq(1), 8 if moment == "half" else 16)
+    if moment == "posted":
+        until(lambda: world.sender.counters["sent"] == 4, what="posts under way")
+    if moment == "held":
+        until(lambda: world.faults.num_held == 4, what="all held")
+    if moment == "half":
+        until(lambda: world.receiver.counters["received"] == 2, what="half of it")
+    if moment == "complete":
+        world.complete(seq(1))
+    ends = [lambda: world.receiver.revoke(seq(1)), lambda: world.p_thread.call(world.sender.drop, seq(1))]
+    for end in ends if side == "D" else reversed(ends):
+        end()
+    world.open(seq(2), list(range(101, 117)), target)
+    if thaw is not None:
+        thaw.set()
+    world.push(seq(2), 16)
+    world.complete(seq(2))
+    world.d_thread.run(world.faults.release)
+    assert world.p.get("released") == ("released", seq(1))
+    world.drop(seq(2))
+    assert world.same(list(range(101, 117)), target)
+    world.check()

@@ -14,6 +14,7 @@ import torch
 
 from server.errors import TransferError
 from server.messages import ChunkTag
+from server.transfer import nixl_outgoing
 from server.transfer.base import Arrived, EndpointGone, Event, Offer, PeerGone
 from server.transfer.lifeline import LineEnded
 from server.transfer.nixl import NixlTransport
@@ -111,6 +112,20 @@ def test_chunks_that_are_ready_together_leave_as_one_write(quiet: World) -> None
     assert quiet.p_end.counters["writes"] < 8
     quiet.drop(seq(1))
     quiet.check()
+
+
+def test_what_ended_well_before_the_path_failed_is_told(quiet: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look finds the first write done and the second one failed: the posts of both are terminal, or their blocks
+    would never be free again."""
+    assert isinstance(quiet.p_end, NixlTransport)
+    monkeypatch.setitem(nixl_outgoing._WRITE_BYTES, "DRAM", 1)  # every chunk a write
+    states = iter([WriteState.DONE])
+    monkeypatch.setattr(quiet.p_end._agent, "state", lambda handle: next(states, WriteState.FAILED))
+    quiet.open(seq(1), list(range(1, 17)), list(range(41, 57)))
+    quiet.push(seq(1), 16)
+    assert quiet.p.get("failed")[1] == seq(1)
+    quiet.drop(seq(1))
+    assert not quiet.sender.is_busy
 
 
 @pytest.fixture

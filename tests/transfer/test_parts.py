@@ -3,64 +3,23 @@
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
 from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
-from server.transfer.base import Arrived, Event, Offer, PeerGone, SendFailed, Sent
+from server.transfer.base import Arrived, Offer, SendFailed, Sent
 from server.transfer.checksum import Checksum
 from server.transfer.coverage import Coverage, adjacent, runs, union
 from server.transfer.receiver import Receiver, ReceiveStats
 from server.transfer.ring import LandingRing
 from server.transfer.sender import Sender
 from server.transfer.thread import TransferThread
-from tests.transfer.world import WAIT_S, Clock, random_pool, seq
+from tests.transfer.world import WAIT_S, Clock, Wire, random_pool, seq
 
 OFFER: Offer = {"kv_slot_bytes": 4 * 64}
-
-
-class Wire:
-    """A transport that only keeps what was posted."""
-
-    name = "wire"
-
-    def __init__(self) -> None:
-        self.posts: list[tuple[str, ChunkTag, list[torch.Tensor]]] = []
-        self.events: list[Event] = []
-        self.counters: dict[str, float] = {}
-        self.error: Exception | None = None
-        self._woken = threading.Event()
-
-    def offer(self) -> Offer:
-        return {}
-
-    def register(self, memory: torch.Tensor) -> None: ...
-
-    def connect(self, peer: str, offer: Offer) -> None: ...
-
-    def disconnect(self, peer: str) -> None:
-        self.events.append(PeerGone(peer, "disconnected"))
-
-    def post(self, peer: str, tag: ChunkTag, pieces: list[torch.Tensor]) -> int:
-        self.posts.append((peer, tag, pieces))
-        return len(self.posts)
-
-    def poll(self, timeout_s: float) -> list[Event]:
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        if not self.events:
-            self._woken.wait(timeout_s)
-        self._woken.clear()
-        events, self.events = self.events, []
-        return events
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    def close(self) -> None: ...
 
 
 class Prefill:
@@ -407,3 +366,15 @@ def test_close_without_start_and_run_without_thread() -> None:
     with pytest.raises(TransferError, match="did not answer"):
         driver.run(lambda: None, timeout_s=0.01)
     assert driver.close()
+
+
+def test_a_rank_writes_to_its_own(d: Decode, p: Prefill) -> None:
+    """The tag says whose share of the heads the bytes are. Another rank's address is refused, and so is its chunk."""
+    with pytest.raises(TransferError, match="peer E offers the address of rank 1; this is rank 0"):
+        p.sender.connect_peer("E", {**OFFER, "kv_rank": 1})
+    d.receiver.open(seq(1), "P", 1, list(range(8)), 0, 8)
+    chunk = d.chunk(1, 0, 4)
+    d.receiver.arrived(Arrived(chunk.peer, msgspec.structs.replace(chunk.tag, rank=1)))
+    assert d.receiver.counters["dropped_range"] == 1
+    assert not d.pool.any()
+    assert d.credits == [0]

@@ -1,5 +1,6 @@
 """Paths that stall, break or are abused: the sequences of that peer fail, its slots come back, nobody else notices."""
 
+import errno
 import random
 import socket
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from server.messages import ChunkTag
+from server.transfer.tcp import TcpTransport
 from server.transfer.tcp_path import MAX_HEADER, frame_header, preface
 from tests.transfer.world import BLOCK_BYTES, WAIT_S, World, seq, until
 
@@ -135,6 +137,42 @@ def test_wrong_key_is_refused(world: World) -> None:
     world.p_thread.run(world.sender.connect_peer, "D", offer)
     assert world.p.get("lost")[1] == "D"
     assert world.faults.counters["refused"] == 1
+
+
+class BreaksAfterOne:
+    """A socket that takes one post whole, and is dead then."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._num_sent = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+    def sendmsg(self, batch: list[memoryview]) -> int:
+        self._num_sent += 1
+        if self._num_sent > 1:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return self._sock.sendmsg(batch[:2])  # header and the blocks, which lie side by side
+
+
+def test_what_was_sent_before_the_socket_broke_is_told() -> None:
+    """As with one-sided writes: a post that is done stays done, whatever the next one meets in the same turn."""
+    world = World("tcp")
+    assert isinstance(world.p_end, TcpTransport)
+    path = world.p_end._outgoing["D"]
+    until(lambda: not path.is_waiting, what="the preface is out")
+    world.open(seq(1), list(range(1, 17)), list(range(41, 57)))
+    world.p_thread.run(lambda: setattr(path, "_is_connected", False))  # so that posts wait for one another
+    world.p_thread.run(lambda: setattr(path, "_finish_connect", lambda: False))
+    world.push(seq(1), 16)
+    until(lambda: world.sender.counters["sent"] == 4, what="four posts wait")
+    world.p_thread.run(lambda: setattr(path, "sock", BreaksAfterOne(path.sock)))
+    world.p_thread.run(lambda: setattr(path, "_is_connected", True))
+    assert world.p.get("failed")[1] == seq(1)
+    world.drop(seq(1))
+    assert not world.sender.is_busy
+    world.close()
 
 
 # What no well-behaved peer sends: raw sockets, so tcp only. "X" holds the key and has joined, as far as the first line.

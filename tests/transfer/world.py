@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from server.messages import ChunkTag
 from server.sequence import SeqId
-from server.transfer.base import Arrived, KVTransport
+from server.transfer.base import Arrived, Event, KVTransport, Offer, PeerGone
 from server.transfer.codec import Codec
 from server.transfer.either import EitherTransport
 from server.transfer.faults import Fault, FaultyTransport
@@ -79,6 +80,48 @@ def until(condition: Callable[[], bool], *, what: str = "") -> None:
 def random_pool(seed: int, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, generator=generator)
+
+
+class Wire:
+    """A transport that only keeps what was posted."""
+
+    name = "wire"
+
+    def __init__(self) -> None:
+        self.posts: list[tuple[str, ChunkTag, list[torch.Tensor]]] = []
+        self.events: list[Event] = []
+        self.counters: dict[str, float] = {}
+        self.error: Exception | None = None
+        self._woken = threading.Event()
+
+    def offer(self) -> Offer:
+        return {}
+
+    def register(self, memory: torch.Tensor) -> None: ...
+
+    def connect(self, peer: str, offer: Offer) -> None: ...
+
+    def disconnect(self, peer: str) -> None:
+        self.events.append(PeerGone(peer, "disconnected"))
+
+    def post(self, peer: str, tag: ChunkTag, pieces: list[torch.Tensor]) -> int:
+        self.posts.append((peer, tag, pieces))
+        return len(self.posts)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        if not self.events:
+            self._woken.wait(timeout_s)
+        self._woken.clear()
+        events, self.events = self.events, []
+        return events
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self) -> None: ...
 
 
 class World:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from textual.containers import VerticalScroll
 
 from pdctl.samples import Samples
 from pdctl.snapshot import Snapshot
@@ -44,6 +45,18 @@ async def helps(driver: Driver, source: FakeSource) -> None:
     await driver.closed()
     await driver.press("f1")
     await driver.dialog()
+
+
+@pytest.mark.parametrize(("size", "scrolls"), [((80, 24), True), ((120, 36), False)])
+async def test_every_key_of_the_help_can_be_seen(size: tuple[int, int], scrolls: bool) -> None:
+    async with console(size=size) as driver:
+        await driver.press("question_mark")
+        await driver.dialog()
+        body = driver.app.screen.query_one(VerticalScroll)
+        assert (body.max_scroll_y > 0) == scrolls
+        assert driver.app.screen.region.contains_region(driver.app.screen.query_one(".hint").region)
+        await driver.press("end")
+        await driver.until(lambda: body.scroll_y == body.max_scroll_y)
 
 
 @story("palette")

@@ -87,7 +87,7 @@ def test_figures_stand_on_the_screen() -> None:
         "4/8",
         "38.2k tok/s",
         "7.2 / 19 ms",
-        "11.8 GiB/s",
+        "12.7GB/s",
         "18 / 24 ms",
         "run 48/128",
         "lo 80% ┊  hi 92% ┃",
@@ -214,7 +214,7 @@ def test_the_waterfall_has_each_stage_once_on_one_scale() -> None:
         ("hand-over", 212.0, 240.0),
         ("decode", 240.0, 3300.0),
     ]
-    assert {line.width for line in requests.waterfall(opened, 100)[1:-1]} == {100 - 28 + 24}
+    assert {line.width for line in requests.waterfall(opened, 100)[2:-1]} == {100 - 28 + 24}
 
 
 def test_a_router_without_knobs_shows_the_profile_to_look_at() -> None:

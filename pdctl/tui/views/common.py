@@ -24,7 +24,7 @@ STATES = {
     "failed": ("✗", "bad"),
     "stopped": ("○", "dim"),
 }
-WIDE = 110
+WIDE, NARROW = 110, 76
 TINY = (60, 15)
 
 Column = tuple[str, int]  # title, width; negative is right-aligned
@@ -48,7 +48,9 @@ def header(model: Model, width: int) -> Line:
         if pool.total
     ]
     line.add(" ".join(parts) + "  ", "")
-    line.add(f"{frame.url} {frame.model}  " if width >= WIDE else f"{frame.url} ", "dim")
+    url = "" if frame.url == frame.name else f"{frame.url} "
+    where = f"{url}{frame.model}  " if width >= WIDE else url if width >= NARROW else ""
+    line.add(where, "dim")
     line.add(f"up {numbers.clock(frame.up_s)} ", "")
     right = _right(model, wide=width >= WIDE)
     gap = width - line.width - right.width - 1
@@ -79,15 +81,16 @@ def _right(model: Model, *, wide: bool) -> Line:
     return line
 
 
+# By view, what is missed most first; those that change something are not there in a read-only console.
 _QUIT = "q Quit(servers keep running)"
 _FOOTER = {
-    "overview": f"{_QUIT}  ? Help  : Palette  1-5 View  ⏎ Open  / Filter  p Pause  t Tune  A Apply  u Undo  x Drain",
-    "workers": "⏎ Open  x Drain/resume  R Restart  K Kill  <> Sort  / Filter  [ ] Window  l Logs  ? Help  q Quit",
-    "requests": f"⏎ Waterfall  <> Sort  / Filter  c Copy id  p Pause  esc Back  ? Help  {_QUIT}",
-    "tune": f"⏎ Edit  d Diff  A Apply  z Discard  u Undo  0 Boot value  / Filter  ? Help  {_QUIT}",
-    "logs": f"f Follow  w Wrap  n Next error  v Level  / Filter  c Copy  esc Back  ? Help  {_QUIT}",
+    "overview": ": Palette|1-5 View|⏎ Open|/ Filter|p Pause|t Tune|A Apply|u Undo|x Drain",
+    "workers": "⏎ More|x Drain/resume|R Restart|K Kill|l Logs|<> Sort|/ Filter|[ ] Window",
+    "requests": "⏎ Waterfall|esc Back|<> Sort|/ Filter|c Copy id|p Pause",
+    "tune": "⏎ Edit|A Apply|u Undo|d Diff|z Discard|0 Boot value|/ Filter|esc Back",
+    "logs": "f Follow|w Wrap|n Next error|v Level|/ Filter|c Copy|esc Back",
 }
-_SHORT = "q Quit ? Help : Cmd 1-5 View ⏎ Open / Filt p Pause t Tune A Apply u Undo"
+_CHANGES = ("x ", "R ", "K ", "A ", "u ", "z ", "0 ", "d ", "⏎ Edit")
 
 
 def footer(model: Model, width: int) -> Line:
@@ -98,8 +101,17 @@ def footer(model: Model, width: int) -> Line:
     if model.paused:
         back = f"{model.scrub} of {model.scrub_count} back" if model.scrub_count else ""
         return Line(f" ‖ paused  ← → scrub  home/end oldest/newest  p go on   {back}", "warn").fit(width)
-    text = _FOOTER[model.view]
-    return Line(" " + (text if len(text) < width else _SHORT), "dim").fit(width)
+    words = [w for w in _FOOTER[model.view].split("|") if not (model.is_read_only and w.startswith(_CHANGES))]
+    return Line(" " + _keys(words, width - 1), "dim").fit(width)
+
+
+def _keys(words: list[str], width: int) -> str:
+    """As many as there is room for; quit and help always."""
+    for quit, gap in ((_QUIT, "  "), ("q Quit", "  "), ("q Quit", " ")):
+        text = gap.join([quit, "? Help", *words])
+        if len(text) <= width:
+            return text
+    return _keys(words[:-1], width) if words else text
 
 
 def table(

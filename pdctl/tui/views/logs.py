@@ -11,7 +11,9 @@ def draw(model: Model, width: int, height: int) -> list[Line]:
     entries = model.logs()
     room = height - 2
     last = len(entries) if model.follow else model.index("logs", len(entries)) + 1
-    lines = tables.log_lines(entries[max(0, last - room) : last], width - 4, wrap=model.wrap)[-room:]
+    lines = tables.log_lines(entries[max(0, last - room) : last], width - 4, wrap=model.wrap, is_brief=not model.wrap)[
+        -room:
+    ]
     if not model.follow and lines:
         lines[-1] = lines[-1].all_as("select")
     word = model.filter_of("logs")

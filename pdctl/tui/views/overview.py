@@ -53,7 +53,7 @@ def _wide(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
     staged = f"  {len(model.staged)} staged" if model.staged else ""
     knobs = tables.knobs(model, tune_width - 4, tune_height - 2, has_focus=model.panel == "tune")
     tune = box(f"Tune  rev {frame.rev}{staged}", knobs, tune_width, tune_height, "t: full list")
-    chart = _chart(model, frame, width - tune_width - 4, tune_height - 2)
+    chart = ttft_chart(model, frame, width - tune_width - 4, tune_height - 2)
     minutes = numbers.clock(model.window_s)
     out += columns([tune, box(f"TTFT p95  {minutes}", chart, width - tune_width, tune_height, "▽ change ┄ SLO [ ]")])
     left -= tune_height
@@ -100,7 +100,9 @@ def _latency(name: str, p50: float | None, p95: float | None, width: int, limit:
     line.add(cell(numbers.pair(p50, p95), 14), "warn" if is_over else "")
     if limit is not None:
         mark = "-" if p95 is None else "▲" if is_over else "✓"
-        line.add(cell(f"{mark} {numbers.ms(limit)}", -(width - 20)), "warn" if is_over else "good" if p95 else "dim")
+        shown = numbers.span(limit).replace(" ", "")
+        gap = " " if len(shown) + 2 <= width - 20 else ""
+        line.add(cell(f"{mark}{gap}{shown}", -(width - 20)), "warn" if is_over else "good" if p95 else "dim")
     return line
 
 
@@ -160,7 +162,7 @@ def _transfer(model: Model, frame: Frame, width: int) -> list[Line]:
         _two(f"in flight {total('receiving', 'decode')}", f"wait {total('expected', 'decode')}", width),
         _figures(model, frame, "transfer", "lat", width, frame.latency_warn_ms),
         _spark(model, lambda point: point.kv_bytes_s, width, unit="B/s"),
-        Line("bw    ", "dim").add(f"{numbers.size(bandwidth)}/s" if bandwidth else "-").add("  each", "dim"),
+        Line("bw    ", "dim").add(f"{numbers.count(bandwidth)}B/s" if bandwidth else "-").add("  each", "dim"),
         Line("size  ", "dim").add(f"{numbers.size(stats.get('kv_bytes_per_seq'))}/req"),
         Line("ring  ", "dim").extend(bar).add(cell(f"{slots - free}/{slots}" if slots else "-", -8)),
         Line("resent ", "dim")
@@ -192,7 +194,8 @@ def _decode(model: Model, frame: Frame, width: int) -> list[Line]:
     ]
 
 
-def _chart(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
+def ttft_chart(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
+    """TTFT p95 over the window, its objective and where something was changed."""
     plot = max(4, width - 6)
     values = model.history.last(model.window_s, plot * 2, lambda point: point.ttft95)
     highest = max((value for value in values if value is not None), default=0.0)
@@ -212,8 +215,8 @@ def _chart(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
 
 
 def _narrow(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
-    out = [Line(_narrow_head(), "head")]
-    out += [_pool_line(model, frame, name) for name in _pools(frame)]
+    out = [_fitting(_pool_head(), width, "head")]
+    out += [_fitting(_pool_parts(model, frame, name, max(8, width - 72)), width) for name in _pools(frame)]
     left = height - len(out)
     rows = len(model.workers())
     workers_height = min(rows + 1, max(3, left - 8))
@@ -223,11 +226,9 @@ def _narrow(model: Model, frame: Frame, width: int, height: int) -> list[Line]:
     if left >= 5:
         staged = f" ({len(model.staged)} staged)" if model.staged else ""
         out.append(rule(f"Tune rev {frame.rev}{staged}", width, "t: full list"))
-        knob = model.knob()
-        if knob is not None:
-            line = tables.knobs(model, width, 2, has_focus=model.panel == "tune")
-            out.append(line[-1])
-        left -= 2
+        knobs = tables.knobs(model, width, 2 if height < 30 else 7, has_focus=model.panel == "tune")[1:]
+        out += knobs
+        left -= 1 + len(knobs)
     if left >= 2:
         lines = tables.log_lines(model.logs()[-(left - 1) :], width, is_brief=True)[-(left - 1) :]
         out.append(rule("Log", width, _log_hint(model)))
@@ -241,11 +242,26 @@ def _pools(frame: Frame) -> list[str]:
     return ["router", "prefill", "kv-xfer", "decode"]
 
 
-def _narrow_head() -> str:
-    return f" {'POOL':<9}{'Q/hi':>6} {'RUN':>7} {'KV%':>4} {'KV  lo┊ hi┃':<13}{'p50/p95':>14}      {'RATE':>7} 60s"
+def _fitting(parts: list[Line], width: int, role: str = "") -> Line:
+    """Whole columns only: what does not fit is left out, the least missed first."""
+    kept, room = set[int](), width
+    for index in (0, 1, 2, 3, 5, 6, 4, 7):  # name, queue, running and KV; latency, rate, the gauge, its last minute
+        if parts[index].width <= room:
+            kept.add(index)
+            room -= parts[index].width
+    line = Line()
+    for index in sorted(kept):
+        line.extend(parts[index].spans)
+    return line.all_as(role) if role else line
 
 
-def _pool_line(model: Model, frame: Frame, name: str) -> Line:
+def _pool_head() -> list[Line]:
+    titles = (f" {'POOL':<9}", f"{'Q/hi':>6} ", f"{'RUN':>7} ", f"{'KV%':>4} ", f"{'KV  lo┊ hi┃':<13}")
+    return [Line(title) for title in (*titles, f"{'p50/p95':>14}      ", f"{'RATE':>7} ", "60s".ljust(8))]
+
+
+def _pool_parts(model: Model, frame: Frame, name: str, spark_width: int) -> list[Line]:
+    """One line a pool, in its columns."""
     rates: dict[str, Read] = {
         "router": lambda point: point.req_s,
         "prefill": lambda point: point.prefill_s,
@@ -253,7 +269,7 @@ def _pool_line(model: Model, frame: Frame, name: str) -> Line:
         "decode": lambda point: point.output_s,
         "colocated": lambda point: point.output_s,
     }
-    values = model.history.last(60, 8, rates[name])
+    values = model.history.last(60, spark_width, rates[name])
     top = charts.nice_top(max((value for value in values if value is not None), default=0.0))
     if name == "kv-xfer":
         decode = [worker for worker in frame.workers if worker.role == "decode"]
@@ -266,22 +282,22 @@ def _pool_line(model: Model, frame: Frame, name: str) -> Line:
         series, label = pool.step, {"router": "ttft", "prefill": "read"}.get(name, "itl")
     queue_text = f"{pool.queue}/{pool.queue_high:g}" if pool.queue_high else str(pool.queue)
     run = f"{pool.running}/{pool.running_max}" if pool.running_max and name != "prefill" else str(pool.running)
-    line = Line(f" {name:<9}", "bold")
-    line.add(
-        cell(queue_text, -6) + " ",
-        charts.level_role(pool.queue, pool.queue_low, pool.queue_high) if pool.queue_high else "",
-    )
-    line.add(cell(run, -7) + " ")
     role = charts.level_role(pool.kv, pool.kv_low, pool.kv_high)
-    line.add(cell("-" if pool.kv is None else f"{pool.kv * 100:.0f}", -4) + " ", role)
-    if pool.kv is None:
-        line.add(" " * 13)
-    else:
-        line.extend(charts.gauge(pool.kv, 11, 1.0, pool.kv_low, pool.kv_high)).add(
-            "▲ " if role in ("warn", "bad") else "  ", role
-        )
-    line.add(cell(numbers.pair(series.p50, series.p95).replace(" / ", "/"), -14)).add(f" {label:<4} ", "dim")
-    return line.add(cell(numbers.count(pool.rate), -7) + " ").add(charts.spark(values, 8, top), "spark")
+    gauge = Line(" " * 13)
+    if pool.kv is not None:
+        bar = charts.gauge(pool.kv, 11, 1.0, pool.kv_low, pool.kv_high)
+        gauge = Line().extend(bar).add("▲ " if role in ("warn", "bad") else "  ", role)
+    queue_role = charts.level_role(pool.queue, pool.queue_low, pool.queue_high) if pool.queue_high else ""
+    return [
+        Line(f" {name:<9}", "bold"),
+        Line(cell(queue_text, -6) + " ", queue_role),
+        Line(cell(run, -7) + " "),
+        Line(cell("-" if pool.kv is None else f"{pool.kv * 100:.0f}", -4) + " ", role),
+        gauge,
+        Line(cell(numbers.pair(series.p50, series.p95).replace(" / ", "/"), -14)).add(f" {label:<4} ", "dim"),
+        Line(cell(numbers.count(pool.rate), -7) + " "),
+        Line(charts.spark(values, spark_width, top), "spark"),
+    ]
 
 
 def _tiny(model: Model, frame: Frame, width: int) -> list[Line]:

@@ -91,14 +91,11 @@ def waterfall(opened: Json, width: int) -> list[Line]:
         return [Line("no stage has been reported yet", "dim")]
     top = max(high for _, _, high in spans) or 1.0
     room = max(10, width - 28)
-    lines = [
-        Line(f"path {record.get('path')}  {record.get('prefill') or '-'} → {record.get('decode') or '-'}  ").add(
-            f"prompt {record.get('prompt_tokens')}  cached {record.get('cached_tokens')}  "
-            f"KV {numbers.size(record.get('kv_bytes'))} in {record.get('chunks') or 0} chunks  "
-            f"overlap {numbers.share(record.get('overlap'))}  resent {record.get('resends') or 0}",
-            "dim",
-        )
-    ]
+    where = Line(f"path {record.get('path')}  {record.get('prefill') or '-'} → {record.get('decode') or '-'}  ")
+    where.add(f"prompt {record.get('prompt_tokens')}  cached {record.get('cached_tokens')}  ", "dim")
+    moved = f"KV {numbers.size(record.get('kv_bytes'))} in {record.get('chunks') or 0} chunks  "
+    moved += f"overlap {numbers.share(record.get('overlap'))}  resent {record.get('resends') or 0}"
+    lines = [where.add(moved, "dim")] if where.width + len(moved) <= width else [where, Line(moved, "dim")]
     for name, low, high in spans:
         begin = min(room - 1, int(low / top * room))
         length = max(1, min(room - begin, round((high - low) / top * room)))

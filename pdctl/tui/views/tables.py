@@ -14,7 +14,34 @@ from pdctl.tui.model import Model
 from pdctl.tui.views.common import Column, glyph, table
 
 _ID = re.compile(r"id=(?:chatcmpl|cmpl)-([0-9a-f]{6})[0-9a-f]+")
+_BRIEF = (
+    ("/v1/chat/completions ", "chat "), ("/v1/completions ", "completion "), ("status=", ""), ("path=", ""),
+    ("workers=", ""), ("ttft_ms=", "ttft="), ("total_ms=", "total="),
+    ("prompt_tokens=", "prompt="), ("output_tokens=", "output="),
+)  # fmt: skip
 LEVEL_ROLES = {"error": "bad", "critical": "bad", "warn": "warn", "warning": "warn", "debug": "dim"}
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("ROLE", 8), ("STATE", 10), ("ON", 6), ("PID", -7), ("QUEUE", -5), ("RUN", -7), ("KV%", -4), ("60s KV", 8),
+    ("TOK/S", -7), ("P95ms", -6), ("XFER95", -6), ("BUSY", -5), ("UP", -6), ("RESTARTS", -8),
+)  # fmt: skip
+# What is missed most, first.
+_NEEDED = (
+    "ID", "STATE", "QUEUE", "RUN", "KV%", "TOK/S", "P95ms", "PID", "ON", "XFER95", "BUSY", "ROLE", "60s KV", "UP",
+    "RESTARTS",
+)  # fmt: skip
+
+
+def _fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """Those that fit, in the order of the table."""
+    widths = dict(columns)
+    kept, room = set(), width - 1
+    for title in _NEEDED:
+        if (size := abs(widths[title]) + 1) <= room:
+            kept.add(title)
+            room -= size
+    return [column for column in columns if column[0] in kept]
 
 
 def state_of(model: Model, worker: Worker) -> tuple[str, str, str]:
@@ -31,23 +58,10 @@ def state_of(model: Model, worker: Worker) -> tuple[str, str, str]:
 
 
 def workers(model: Model, width: int, height: int, *, has_focus: bool) -> list[Line]:
-    """Header and as many rows as there is room for; columns go in the order in which they are least missed."""
+    """Header and as many rows and whole columns as there is room for."""
     rows = model.workers()
-    wide = width >= 96
     id_width = max(9, min(14, max((len(worker.name) for worker in rows), default=9)))
-    columns: list[Column] = [("ID", id_width)]
-    if wide:
-        columns.append(("ROLE", 8))
-    columns += [("STATE", 10), ("ON", 6), ("PID", -7), ("QUEUE", -5), ("RUN", -7), ("KV%", -4)]
-    if wide:
-        columns.append(("60s KV", 8))
-    columns += [("TOK/S", -7), ("P95ms", -6)]
-    extra: list[Column] = [("XFER95", -6), ("BUSY", -5)] + ([("UP", -6), ("RESTARTS", -8)] if wide else [])
-    used = sum(abs(size) + 1 for _, size in columns) + 1
-    for column in extra:
-        if used + abs(column[1]) + 1 <= width:
-            columns.append(column)
-            used += abs(column[1]) + 1
+    columns = _fitting([("ID", id_width), *_COLUMNS], width)
     selected = model.index("workers", len(rows))
     shown = window(len(rows), selected, max(0, height - 1))
     titles = [title for title, _ in columns]
@@ -89,7 +103,7 @@ def _worker_cell(model: Model, worker: Worker, title: str) -> tuple[str, str]:
         case "BUSY":
             return numbers.share(worker.busy), ""
         case "UP":
-            return numbers.clock(worker.up_s), "dim"
+            return (numbers.clock(worker.up_s) if worker.up_s else "-"), "dim"
     return str(worker.restarts or "-"), "warn" if worker.restarts else "dim"
 
 
@@ -160,7 +174,12 @@ def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False, is_br
 
 
 def _brief(text: str) -> str:
-    return _ID.sub(r"\1…", text.replace("/v1/chat/completions ", "chat ").replace("/v1/completions ", "completion "))
+    """A request's line by its values: the figures come before the right edge also in eighty columns."""
+    if not _ID.search(text):
+        return text
+    for word, shorter in _BRIEF:
+        text = text.replace(word, shorter)
+    return _ID.sub(r"\1…", text)
 
 
 def _safe(text: str) -> str:

@@ -3,10 +3,11 @@
 from pdctl.tui import charts, numbers
 from pdctl.tui.frame import Frame, Worker
 from pdctl.tui.history import Point
-from pdctl.tui.lines import Line, box, cell, columns
+from pdctl.tui.lines import Line, box, cell, columns, tail
 from pdctl.tui.model import Model
 from pdctl.tui.views import tables
 from pdctl.tui.views.common import fill
+from pdctl.tui.views.overview import ttft_chart
 
 COUNTS = ("preemptions", "prefix_hit_tokens", "swapped_out_bytes", "swapped_in_bytes")
 
@@ -27,14 +28,14 @@ def draw(model: Model, width: int, height: int) -> list[Line]:
 
 
 def _detail(model: Model, frame: Frame, worker: Worker, width: int, height: int) -> list[Line]:
-    half = width // 2
-    facts = _facts(worker) if model.opened_worker != worker.name else _counters(worker)
+    half = max(width // 2, min(50, width - 30))
+    facts = _facts(worker, half - 4) if model.opened_worker != worker.name else _counters(worker)
     title = worker.name + ("  counters" if model.opened_worker == worker.name else "")
     return columns(
         [
             box(title, facts, half, height, "⏎ more" if model.opened_worker != worker.name else "⏎ less"),
             box(
-                "KV  " + numbers.clock(model.window_s),
+                f"{'TTFT p95' if worker.role == 'router' else 'KV'}  {numbers.clock(model.window_s)}",
                 _chart(model, frame, worker, width - half - 4, height - 2),
                 width - half,
                 height,
@@ -44,13 +45,14 @@ def _detail(model: Model, frame: Frame, worker: Worker, width: int, height: int)
     )
 
 
-def _facts(worker: Worker) -> list[Line]:
+def _facts(worker: Worker, width: int) -> list[Line]:
     load, beat = worker.load, worker.heartbeat
-    age = numbers.ms((beat.get("step_age_s") or 0) * 1000)
+    age = numbers.span((beat.get("step_age_s") or 0) * 1000)
     rows = [
         ("state", f"{worker.state} {worker.reason}".strip()),
         ("stage", worker.stage),
-        ("pid", f"{worker.pid}   on {worker.where}   up {numbers.clock(worker.up_s)}   restarts {worker.restarts}"),
+        ("pid", f"{worker.pid}   up {numbers.clock(worker.up_s)}"),
+        ("on", f"{worker.where}   restarts {worker.restarts}"),
         ("instance", worker.instance),
         ("address", worker.address),
         ("sequences", f"open {worker.open}  waiting {load.get('waiting', '-')}  running {load.get('running', '-')}"),
@@ -63,18 +65,17 @@ def _facts(worker: Worker) -> list[Line]:
             "gave way",
             "  ".join(f"{key} {load.get(key, '-')}" for key in ("swapped", "paused", "host_blocks_used")),
         ),
-        (
-            "step",
-            f"{numbers.pair(worker.step.p50, worker.step.p95)}   now {age} ms old",
-        ),
+        ("step", f"{numbers.pair(worker.step.p50, worker.step.p95)}   now {age} old"),
         ("transfer", numbers.pair(worker.transfer.p50, worker.transfer.p95)),
         ("busy", numbers.share(worker.busy) + (f"  {beat.get('busy')}" if beat.get("busy") else "")),
         ("integrity", str(load.get("integrity") or "ok")),
         ("log", worker.log),
     ]
     if worker.role == "router":
-        rows = [row for row in rows if row[0] in ("state", "stage", "pid", "instance", "step", "log")]
-    return [Line(cell(name, 11), "dim").add(text) for name, text in rows if text]
+        rows = [row for row in rows if row[0] in ("state", "stage", "pid", "on", "instance", "log")]
+        rows.insert(-1, ("ttft", numbers.pair(worker.step.p50, worker.step.p95)))
+        rows.insert(-1, ("requests", f"waiting {numbers.count(worker.queue)}  running {numbers.count(worker.running)}"))
+    return [Line(cell(name, 11), "dim").add(tail(text, width - 11)) for name, text in rows if text]
 
 
 def _counters(worker: Worker) -> list[Line]:
@@ -88,8 +89,10 @@ def _counters(worker: Worker) -> list[Line]:
 
 
 def _chart(model: Model, frame: Frame, worker: Worker, width: int, height: int) -> list[Line]:
+    if worker.role == "router":
+        return ttft_chart(model, frame, width, height)
     if worker.kv is None:
-        return [Line("holds no KV", "dim")]
+        return [Line("no figures yet", "dim")]
     pool = frame.pools.get(worker.role)
 
     def read(point: Point) -> float | None:

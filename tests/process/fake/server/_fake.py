@@ -1,8 +1,9 @@
 """What every fake process does: follow its entry in the script, speaking the status protocol.
 
 The script is a JSON file named by FAKE_SCRIPT: {process name: {"stages": [[name, share]], "error": "...", "help": "",
-"crash": "text", "starts": [{...}, ...] (one a start), "wait_for": path, "drain_until": path, "ignore_term": true,
-"child": true, "no_worker_while": path}}. Waiting for a file instead of a time lets a test hold a process at a point.
+"crash": "text", "starts": [{...}, ...] (one a start), "wait_for": path, "drain_until": path, "child": true,
+"ignore_term": true or the first so many, "no_worker_while": path}}. Waiting for a file instead of a time lets a test
+hold a process at a point.
 """
 
 import argparse
@@ -30,6 +31,7 @@ class Fake:
         if starts:
             self.plan = starts[min(self.count, len(starts)) - 1]
         self.is_ended = False
+        self.terms = 0
         signal.signal(signal.SIGTERM, self._on_term)
 
     def _count(self):
@@ -40,7 +42,9 @@ class Fake:
 
     def _on_term(self, *_):
         print(f"{self.name} got SIGTERM", flush=True)
-        if not self.plan.get("ignore_term"):
+        self.terms += 1
+        ignored = self.plan.get("ignore_term", 0)
+        if ignored is not True and self.terms > ignored:
             self.is_ended = True
 
     def say(self, **record):

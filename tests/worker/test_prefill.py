@@ -1,0 +1,313 @@
+"""What a prefill worker does with each message in each state: the cells of its table in docs/protocol.md."""
+
+import pytest
+
+from server.messages import (
+    Abort,
+    AbortAck,
+    Decode,
+    Done,
+    Grant,
+    GrantRequest,
+    Heartbeat,
+    Load,
+    Pause,
+    Peers,
+    Prefill,
+    Renew,
+    Resume,
+    SetKnobs,
+    SlotCredit,
+    Tokens,
+)
+from tests.transfer.world import seq
+from tests.worker.stage import LEASE_S, PARAMS, PROMPT, TOKEN, PrefillStage
+
+ID = seq(1)
+KNOWN = ("waiting", "granted", "running", "pushing")
+each_state = pytest.mark.parametrize("state", PrefillStage.STATES)
+
+
+def test_a_whole_life(p: PrefillStage) -> None:
+    """1. Prefill: a grant is asked for, nothing is held. 2. Grant: a block a step, pushed after each. 3. The first
+    token goes to both. 4. Received: blocks are free once the last post has ended."""
+    p.prefill(ID)
+    assert p.decode.take(GrantRequest) == [GrantRequest(ID, len(PROMPT))]
+    p.step()
+    assert (p.num_held, p.posted()) == (0, [])
+    p.grant(ID)
+    for num_pushed in (1, 2, 3):
+        p.step()
+        assert p.posted() == list(range(num_pushed))
+    (tokens,) = p.router.take(Tokens)
+    assert [item.token for item in tokens.items] == [TOKEN]
+    assert [item.token for item in p.decode.take(Tokens)[0].items] == [TOKEN]
+    assert [done.reason for done in p.router.take(Done)] == ["handed_over"]
+    p.tell(p.decode, Done(ID, "received"))
+    assert p.num_held == 3
+    p.all_sent()
+    assert p.num_held == 0
+
+
+@each_state
+def test_prefill_message(p: PrefillStage, state: str) -> None:
+    """Unknown: it joins the line. Let go: the router hears that it is not here. Else said twice, which changes
+    nothing."""
+    p.bring(ID, state)
+    p.prefill(ID)
+    assert len(p.decode.take(GrantRequest)) == (state == "unknown")
+    assert [done.reason for done in p.router.take(Done)] == (["error"] if state == "finished" else [])
+    assert p.state(ID) == ("waiting" if state == "unknown" else state)
+
+
+@each_state
+def test_prefill_for_another_decode_worker(p: PrefillStage, state: str) -> None:
+    """1. The router names another decode worker. 2. That one is asked, the first is told. 3. Its grant is enough: what
+    was computed is sent to it, what was not is computed, and token 0 goes there. 4. No token of the prompt was read
+    twice."""
+    p.bring(ID, state)
+    steps = p.engine.num_steps
+    p.prefill(ID, "decode-1")
+    if state == "finished":
+        assert [done.reason for done in p.router.take(Done)] == ["error"]
+        return
+    assert p.other.take(GrantRequest) == [GrantRequest(ID, len(PROMPT))]
+    assert len(p.decode.take(Abort)) == (state in KNOWN)
+    p.grant(ID, p.other, generation=1, resident=1)
+    for _ in range(4):
+        p.step()
+    assert p.posted("decode-1-instance") == [1, 2]
+    assert [item.token for item in p.other.take(Tokens)[0].items] == [TOKEN]
+    assert p.engine.num_steps - steps == {"running": 2, "pushing": 0}.get(state, 3)
+    assert [done.reason for done in p.router.take(Done)] == ["handed_over"]
+    p.tell(p.other, Done(ID, "received"))
+    p.all_sent()
+    assert p.state(ID) == "finished"
+    assert p.num_held == 0
+
+
+@each_state
+def test_grant(p: PrefillStage, state: str) -> None:
+    p.bring(ID, state)
+    p.grant(ID)
+    assert len(p.decode.take(Abort)) == (state not in KNOWN)
+    assert p.state(ID) == ("granted" if state == "waiting" else state)
+
+
+@each_state
+def test_grant_of_another_worker(p: PrefillStage, state: str) -> None:
+    """It is told that nobody wants it; the sequence stays where it was."""
+    p.bring(ID, state)
+    p.grant(ID, p.other, generation=9)
+    assert len(p.other.take(Abort)) == 1
+    assert p.state(ID) == state
+
+
+@each_state
+def test_grant_with_missing(p: PrefillStage, state: str) -> None:
+    """What was sent is sent again, nothing else."""
+    p.bring(ID, state)
+    before = len(p.posted())
+    p.tell(p.decode, Grant(ID, 1, 0, LEASE_S, missing=((0, 2),)))
+    assert p.posted()[before:] == {"running": [0], "pushing": [0, 1]}.get(state, [])
+    assert len(p.decode.take(Abort)) == (state not in KNOWN)
+    assert p.state(ID) == state
+
+
+@each_state
+def test_slot_credit(p: PrefillStage, state: str) -> None:
+    """Of no sequence: a slot more to write, once, however often it is said."""
+    p.bring(ID, state)
+    p.tell(p.decode, SlotCredit((70, 71)), SlotCredit((71,)))
+    credits = list(p.sender._peers["decode-0-instance"].credits)
+    assert [slot for slot in credits if slot >= 70] == [70, 71]
+    assert p.state(ID) == state
+
+
+@each_state
+def test_done_received(p: PrefillStage, state: str) -> None:
+    """PUSHING: over, blocks free. Before token 0 (all of it was resident, or its last chunk was quick): remembered."""
+    p.bring(ID, state)
+    p.tell(p.decode, Done(ID, "received"))
+    p.all_sent()
+    assert p.state(ID) == ("finished" if state == "pushing" else state)
+    if state == "running":
+        p.step()
+        p.step()
+        p.all_sent()
+        assert p.state(ID) == "finished"
+        assert p.num_held == 0
+    assert not p.decode.take(Abort)
+
+
+@each_state
+def test_abort_of_the_router(p: PrefillStage, state: str) -> None:
+    """Always answered. Decode is told if it was asked; blocks are free once no post reads them; the id never
+    returns."""
+    p.bring(ID, state)
+    p.tell(p.router, Abort(ID))
+    assert p.router.take(AbortAck) == [AbortAck(ID)]
+    assert len(p.decode.take(Abort)) == (state in KNOWN)
+    assert p.state(ID) == "finished"
+    p.all_sent()
+    assert p.num_held == 0
+    p.prefill(ID)
+    assert not p.decode.take(GrantRequest)
+
+
+@each_state
+def test_abort_of_decode(p: PrefillStage, state: str) -> None:
+    """It goes on without us: blocks free, nobody else is told."""
+    p.bring(ID, state)
+    p.tell(p.decode, Abort(ID))
+    p.all_sent()
+    assert p.state(ID) == "finished"
+    assert p.num_held == 0
+    assert not p.router.take(Done)
+    assert len(p.decode.take(AbortAck)) == (state not in KNOWN)
+
+
+@each_state
+def test_renew_is_an_answer(p: PrefillStage, state: str) -> None:
+    """1. Every third of the lease the grant is renewed. 2. While decode answers, it goes on. 3. A lease after the last
+    answer the sequence ends here, and the router hears of it: decode is to go on alone, and is not aborted."""
+    p.bring(ID, state)
+    if state not in KNOWN or state == "waiting":
+        p.tell(p.decode, Renew((ID,)))
+        p.wait(3 * LEASE_S)
+        assert p.state(ID) == state
+        assert not p.decode.take(Renew)
+        return
+    for _ in range(6):
+        p.wait(LEASE_S / 2)
+        assert p.decode.take(Renew) == [Renew((ID,))]
+        p.tell(p.decode, Renew((ID,)))
+    assert p.state(ID) == state
+    p.wait(LEASE_S - 0.1)
+    assert p.state(ID) == state
+    p.wait(0.2)
+    p.all_sent()
+    assert p.state(ID) == "finished"
+    assert p.worker.counters["lease_expired"] == 1
+    assert p.num_held == 0
+    assert [done.reason for done in p.router.take(Done)] == ["error"]
+    assert not p.decode.take(Abort)
+
+
+@each_state
+def test_decode_connection_lost(p: PrefillStage, state: str) -> None:
+    """1. Decode is lost: what is computed stays, and computing goes on. 2. Nobody takes it over: after the hold it
+    ends."""
+    p.bring(ID, state)
+    p.lose(p.decode)
+    assert not p.router.take(Done)
+    p.step()
+    p.step()
+    assert p.num_held == (3 if state in ("running", "pushing") else 0)
+    p.wait(LEASE_S + 0.1)
+    p.all_sent()
+    assert p.num_held == 0
+    assert [done.reason for done in p.router.take(Done)] == (["error"] if state in KNOWN else [])
+    assert p.state(ID) == ("unknown" if state == "unknown" else "finished")
+
+
+@pytest.mark.parametrize("state", KNOWN)
+def test_lost_decode_worker_is_replaced(p: PrefillStage, state: str) -> None:
+    """As above, but the router names another one in time: nothing is read twice, and the first one's posts are waited
+    for before blocks are free."""
+    p.bring(ID, state)
+    p.lose(p.decode)
+    num_old, steps = len(p.posted()), p.engine.num_steps
+    p.step()
+    assert len(p.posted()) == num_old
+    p.prefill(ID, "decode-1")
+    p.grant(ID, p.other)
+    for _ in range(4):
+        p.step()
+    assert p.posted("decode-1-instance") == [0, 1, 2]
+    assert p.engine.num_steps - steps == {"running": 2, "pushing": 0}.get(state, 3)
+    assert p.worker.counters["regranted"] == 1
+    p.tell(p.other, Done(ID, "received"))
+    assert p.num_held == 3
+    p.all_sent()
+    assert p.num_held == 0
+
+
+def test_a_replacement_that_does_not_grant(p: PrefillStage) -> None:
+    """Blocks that wait for a grant are what deadlocks are made of: the wait ends, the router has it done elsewhere."""
+    p.bring(ID, "running")
+    p.lose(p.decode)
+    p.prefill(ID, "decode-1")
+    p.wait(LEASE_S + 0.1)
+    p.all_sent()
+    assert [done.reason for done in p.router.take(Done)] == ["error"]
+    assert not p.other.take(Abort)
+    assert p.num_held == 0
+
+
+def test_prefill_without_a_connection_to_decode(p: PrefillStage) -> None:
+    p.prefill(ID, "decode-7")
+    assert [(done.reason, done.message) for done in p.router.take(Done)] == [
+        ("error", "prefill-0 has no connection to decode-7")
+    ]
+
+
+@each_state
+def test_router_connection_lost(p: PrefillStage, state: str) -> None:
+    """As its Abort."""
+    p.bring(ID, state)
+    p.lose(p.router)
+    assert len(p.decode.take(Abort)) == (state in KNOWN)
+    p.all_sent()
+    assert p.num_held == 0
+    assert p.state(ID) == ("unknown" if state == "unknown" else "finished")
+
+
+@each_state
+def test_knobs_peers_and_heartbeats(p: PrefillStage, state: str) -> None:
+    """Of no sequence. Knobs are confirmed by a Load; the chunk size counts from the next push on."""
+    p.bring(ID, state)
+    p.tell(p.router, SetKnobs(5, {"transfer.chunk_tokens": 32, "prefill.chunk_tokens": 32}))
+    assert [load.rev for load in p.router.take(Load)] == [5]
+    assert p.sender.chunk_tokens == 32
+    p.tell(p.router, Peers({}), Heartbeat(), AbortAck(ID), Pause(ID), Resume(ID))
+    assert p.state(ID) == state
+    assert p.worker.counters["unexpected"] == 0
+
+
+@each_state
+def test_what_is_not_for_prefill(p: PrefillStage, state: str) -> None:
+    """Counted, and nothing else."""
+    p.bring(ID, state)
+    p.tell(p.router, Decode(ID, PROMPT, PARAMS), GrantRequest(ID, 1), Tokens(()), Load(0, 0, 0, 0, 0, 0, 0, 0))
+    assert p.worker.counters["unexpected"] == 4
+    assert p.state(ID) == state
+
+
+def test_failed_engine_leaves_decode_to_go_on(p: PrefillStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router is told, and has decode do it alone: an Abort from here would take the sequence away from it."""
+    p.bring(ID, "granted")
+
+    def fail(batch: object) -> list[object]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(p.engine.runner, "execute", fail)
+    p.step()
+    assert [done.reason for done in p.router.take(Done)] == ["error"]
+    assert not p.decode.take(Abort)
+    assert p.num_held == 0
+
+
+@each_state
+def test_whole_sequence_here(p: PrefillStage, state: str) -> None:
+    """`decode` empty: tokens to the router alone, no grant, nothing pushed. Of an id that is known: nothing."""
+    p.bring(ID, state)
+    p.tell(p.router, Prefill(ID, PROMPT, PARAMS))
+    if state != "unknown":
+        assert p.state(ID) == state
+        return
+    for _ in range(12):
+        p.step()
+    assert sum(len(tokens.items) for tokens in p.router.take(Tokens)) == PARAMS.max_tokens
+    assert [done.reason for done in p.router.take(Done)] == ["length"]
+    assert p.posted() == []
