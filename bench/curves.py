@@ -10,8 +10,6 @@ Drawing needs matplotlib: the extra `plot`. On a CPU bind it: `taskset -c 0`.
 
 import argparse
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.cpu_engine import median_s, ours
+from pdctl.bench.session import cpu_name
 from server.engine.model_runner import ModelRunner
 
 CONTEXTS = {"cpu": [128, 512, 1024, 2048, 4096], "cuda": [144, 1024, 4096, 8192]}
@@ -70,13 +69,6 @@ def chunks(runner: ModelRunner, length: int, chunk: int, repeats: int) -> list[f
     """Seconds of each forward that a prompt of `length` takes."""
     starts = range(0, length, chunk)
     return [median_s(ours(runner, 1, start, min(chunk, length - start)), repeats) for start in starts]
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

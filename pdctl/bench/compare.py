@@ -57,8 +57,10 @@ def base_of(modes: list[str]) -> str:
 
 
 def pairs(result: dict[str, Any], base: str, other: str) -> list[Pair]:
+    """By prompt, then by load."""
     by_load = {load_of(c): c for c in result["cells"] if c["mode"] == other}
-    return [match(c, by_load[load_of(c)]) for c in result["cells"] if c["mode"] == base and load_of(c) in by_load]
+    found = [match(c, by_load[load_of(c)]) for c in result["cells"] if c["mode"] == base and load_of(c) in by_load]
+    return sorted(found, key=lambda p: (p.base["prompt"], p.base["concurrency"], p.base["rate"]))
 
 
 def match(a: dict[str, Any], b: dict[str, Any]) -> Pair:
@@ -98,7 +100,7 @@ def show(result: dict[str, Any]) -> str:
 
 def comparison(found: list[Pair], base: str, other: str) -> str:
     rows = []
-    for p in sorted(found, key=lambda p: (p.base["prompt"], p.base["concurrency"], p.base["rate"])):
+    for p in found:
         mark = "" if p.is_clear("ttft_ms") else " ~"
         rows.append(
             [

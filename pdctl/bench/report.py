@@ -60,8 +60,7 @@ def _comparison(result: dict[str, Any], base: str, other: str) -> str:
         "goodput/s",
     )
     rows = []
-    found = compare.pairs(result, base, other)
-    for p in sorted(found, key=lambda p: (p.base["prompt"], p.base["concurrency"], p.base["rate"])):
+    for p in compare.pairs(result, base, other):
         a, b = p.base, p.other
         is_clear = p.is_clear("ttft_ms")
         tone = "" if not is_clear else ("better" if p.change("ttft_ms") < 0 else "worse")

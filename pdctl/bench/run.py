@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdctl.bench import compare, criteria, term
+from pdctl.bench import compare, criteria, results, term
 from pdctl.bench.cells import Key
 from pdctl.bench.loads import VOCAB, Loop, Shape
 from pdctl.bench.report import html
@@ -168,7 +168,7 @@ def _code(result: dict[str, Any], wanted: list[criteria.Criterion]) -> int:
 def compare_files(first: Path, second: Path, *, fail_on: tuple[str, ...], as_json: bool) -> int:
     """`fail_on` looks at the second."""
     wanted = [criteria.parse(text) for text in fail_on]
-    a, b = read(first), read(second)
+    a, b = results.read(first, "bench"), results.read(second, "bench")
     found = compare.between(a, b)
     if as_json:
         quantities = ("ttft_ms", "tpot_ms", "itl_ms", "requests_s", "goodput")
@@ -181,18 +181,6 @@ def compare_files(first: Path, second: Path, *, fail_on: tuple[str, ...], as_jso
     else:
         print(compare.show_between(found))
     return _code(b, wanted)
-
-
-def read(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("kind") != "bench" or value.get("version") != 1:
-        raise UsageError(f"{file} is not a bench result of version 1")
-    return value
 
 
 class Progress:

@@ -157,16 +157,19 @@ def derive(found: Sequence[Cell], targets: dict[str, Target], out: dict[str, Any
             )
 
 
-def box() -> dict[str, Any]:
-    """What it ran on, as far as this machine is concerned."""
+def cpu_name() -> str:
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     except OSError:
-        pass
+        return name
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+
+
+def box() -> dict[str, Any]:
+    """What it ran on, as far as this machine is concerned."""
     return {
-        "cpu": name,
+        "cpu": cpu_name(),
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "os": platform.platform(terse=True),

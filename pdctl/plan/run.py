@@ -1,10 +1,10 @@
 """`pdctl plan`: where its numbers come from, and what it says."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pdctl.bench import results
 from pdctl.bench.traces import MOONCAKE_BLOCK, Recorded
 from pdctl.bench.traces import read as read_trace
 from pdctl.exits import UsageError
@@ -62,24 +62,12 @@ def stages_of(asked: Asked) -> Stages:
 
 def from_file(file: Path) -> Stages:
     """A bench result with a calibration, or a stage model as `plan --json` prints it."""
-    value = read_json(file)
+    value = results.read(file)
     if "calibration" in value:
         return fit(value["calibration"], file.name)
     if isinstance(value.get("stages"), dict):
         return Stages.from_json(value["stages"])
     raise UsageError(f"{file} holds neither a calibration nor stages", help="pdctl bench --calibrate -o RESULT.json")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("version") != 1:
-        raise UsageError(f"{file} is not a result of version 1")
-    return value
 
 
 def plan(asked: Asked, *, as_json: bool) -> int:
@@ -208,7 +196,7 @@ def _print(value: dict[str, Any], search: Search, found: list[Found]) -> None:
 
 
 def check_result(file: Path, stages_file: Path | None, *, as_json: bool) -> int:
-    result = read_json(file)
+    result = results.read(file)
     stages = from_file(stages_file or file)
     sizes = Sizes(**result["sizes"]) if "sizes" in result else sizes_of(_default(), stages)
     graded = check.grade(result, stages, sizes)
