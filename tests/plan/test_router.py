@@ -146,10 +146,10 @@ def test_refuses_as_the_real_one() -> None:
     case = Case("")
     real, router = dispatcher(case, queue_high=3), Router([], [], threshold=0, block_size=BLOCK, queue_high=3)
     for _ in range(3):
-        real.admit()
+        real.admit(1)
         assert router.admit()
     with pytest.raises(ApiError, match="already wait"):
-        real.admit()
+        real.admit(1)
     assert not router.admit()
     assert (router.num_refused, router.most_waiting) == (1, 3)
 
