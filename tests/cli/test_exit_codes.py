@@ -23,7 +23,7 @@ import typer
 from pdctl import doctor
 from pdctl.cli.app import _load_commands, app
 from pdctl.doctor import Finding
-from pdctl.exits import Exit
+from pdctl.exits import Exit, TimedOut
 from tests.cli.test_profile_edit import edited
 from tests.process.box import Box, until
 
@@ -34,6 +34,7 @@ LINES: dict[str, list[tuple[int, tuple[str, ...]]]] = {
         *((3, (command,)) for command in ("chat", "env", "get", "history", "info", "logs", "reset", "smoke", "status")),
         *((3, (command,)) for command in ("tui", "undo", "wait")),
         *((3, (command, "decode-0")) for command in ("drain", "restart", "resume")),
+        (3, ("role", "decode-0", "prefill")),
         (3, ("scale", "decode=2")),
         (3, ("set", "router.queue_high=9")),
         (3, ("top", "--once")),
@@ -64,6 +65,7 @@ LINES: dict[str, list[tuple[int, tuple[str, ...]]]] = {
         (7, ("drain", "decode-7")),
         (7, ("reset", "no.such")),
         (7, ("resume", "decode-7")),
+        (7, ("role", "decode-0", "prefill")),
         (7, ("scale", "prefill=2")),
         (7, ("set", "router.queue_high=0")),
         (7, ("undo", "99")),
@@ -74,6 +76,7 @@ LINES: dict[str, list[tuple[int, tuple[str, ...]]]] = {
         *((4, (command,)) for command in ("env", "get", "history", "info", "reset", "smoke", "status", "undo", "wait")),
         *((4, (command, "decode-0")) for command in ("drain", "restart", "resume")),
         (4, ("chat", "-m", "hello")),
+        (4, ("role", "decode-0", "prefill")),
         (4, ("scale", "decode=2")),
         (4, ("set", "router.queue_high=9")),
         (4, ("top", "--once")),
@@ -280,6 +283,22 @@ def a_worker_more_that_takes_too_long(box: Box) -> None:
     box.script(decode_1={"wait_for": str(box.file("never"))})
     box.up()
     box("scale", "decode=2", "--timeout", "0.1s", expect=124)
+
+
+@row(0, "role")
+def a_role_that_was_taken(box: Box) -> None:
+    """The workers of a box know one role each; tests/stack/test_role.py turns real ones."""
+    box.up()
+    with mock.patch("pdctl.control.ask", return_value={"ok": True}), mock.patch("pdctl.scale.wait", return_value=""):
+        box("role", "decode-0", "prefill")
+
+
+@row(124, "role")
+def a_role_that_takes_too_long(box: Box) -> None:
+    box.up()
+    late = mock.patch("pdctl.scale.wait", side_effect=TimedOut("not over after 0.1 s"))
+    with mock.patch("pdctl.control.ask", return_value={"ok": True}), late:
+        box("role", "decode-0", "prefill", "--timeout", "0.1s", expect=124)
 
 
 @row(130, "up", "run")
