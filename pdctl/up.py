@@ -198,7 +198,7 @@ def dry_run(start: Start, *, as_json: bool, tells_difference: bool) -> int:
     changes = difference(config, running.profile) if running is not None and is_running else []
     port = "the router's, on another machine"
     if placed.router is not None:
-        port = _port(config.router.host, config.router.port, running if is_running else None)
+        port = _port(config.name, config.router.host, config.router.port, running if is_running else None)
     if as_json:
         print_json(_as_json(start, placed, port, changes, is_running))
     else:
@@ -208,14 +208,14 @@ def dry_run(start: Start, *, as_json: bool, tells_difference: bool) -> int:
     return int(bool(changes) or not is_running) if tells_difference else Exit.OK
 
 
-def _port(host: str, port: int, running: Stack | None) -> str:
+def _port(name: str, host: str, port: int, running: Stack | None) -> str:
     from pdctl.launch import listen
 
     if port == 0:
         return "any free port"
     if running is not None and running.port == port:
         return f"{port} (its own)"
-    listen(host, port, "").close()
+    listen(host, port, name).close()
     return f"{port} (free)"
 
 

@@ -65,8 +65,8 @@ def test_command(stack: Running, command: str) -> None:
 
 def test_sdk(stack: Running, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("python")
-    code = code.replace("http://127.0.0.1:8000", stack.url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    (setting,) = re.findall(r"first `(eval [^`]+)`", README)
+    done = shell(stack, f"{setting} && '{sys.executable}' - << 'END'\n{code}\nEND")
     assert done.returncode == 0, done.stderr
     answer, _, record = done.stdout.rpartition("{'path': 'pd'")
     assert len(answer) > 10
