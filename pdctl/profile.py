@@ -12,6 +12,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,12 @@ def parse_set(text: str) -> tuple[KeyPath, Any]:
 
 
 def parse_value(text: str) -> Any:
+    """As TOML reads it, but for dates and times, which no key takes: text then, as what TOML cannot read."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(value, date | time) else value
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[KeyPath, Any, Origin]]:

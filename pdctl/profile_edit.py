@@ -89,8 +89,9 @@ def _table(document: tomlkit.TOMLDocument, section: str) -> Any:
     found = document.get(section)
     if isinstance(found, Table):
         return found
-    if found is None:
-        document[section] = tomlkit.table()
+    if found is not None:
+        raise UsageError(f"{section} is a value and no section", help="pdctl config schema")
+    document[section] = tomlkit.table()
     return document[section]
 
 

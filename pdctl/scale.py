@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pdctl.client import Client
 from pdctl.exits import Refused, TimedOut, UsageError
 from pdctl.launch import Machine
-from server.config import Config, Role
+from server.config import MAX_WORKERS, Config, Role
 from server.errors import PdctlError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def resized(config: Config, role: Role, count: int, machine: Machine) -> Config:
         raise Refused(f"the {role} pool cannot be scaled while the stack runs", code="E_SCALE", help="pdctl down, up")
     if count < 1:
         raise Refused(f"{role}={count}: a pool keeps one worker at least", code="E_SCALE", help="pdctl down")
+    if count > MAX_WORKERS:
+        raise Refused(f"a pool has {MAX_WORKERS} workers at most", code="E_SCALE")
     share = max(1, len(pool.gpus or pool.cpus) // pool.workers)
     devices: dict[str, Any] = {}
     if pool.gpus:
@@ -110,8 +112,7 @@ class Scaler:
         supervisor.use(after)  # boot files are written from it
         try:
             await supervisor.start_worker(name)
-            address = supervisor.address(name)
-            await self._tell("POST", "/admin/workers", {"name": name, "role": role, "address": address})
+            await self._introduce(name)
         except PdctlError:
             await supervisor.end_worker(name)
             supervisor.use(before)
@@ -120,12 +121,26 @@ class Scaler:
     async def turn(self, name: str, role: Role) -> None:
         """Raises PdctlError, before anything was changed or with the worker on its way to its new role."""
         supervisor = self._supervisor
-        new_name, after = turned(supervisor.config, name, role, supervisor.max_prefill)
+        before = supervisor.config
+        new_name, after = turned(before, name, role, supervisor.max_prefill)
         await self._forget(name)
         supervisor.use(after)
-        await supervisor.turn_worker(name, new_name)
-        address = supervisor.address(new_name)
-        await self._tell("POST", "/admin/workers", {"name": new_name, "role": role, "address": address})
+        try:
+            await supervisor.turn_worker(name, new_name)
+        except Refused:  # it ended while it drained, and comes back as what it was
+            supervisor.use(before)
+            await self._introduce(name)
+            raise
+        except (PdctlError, TimeoutError):  # it comes back as what it was to become
+            await self._introduce(new_name)
+            raise
+        await self._introduce(new_name)
+
+    async def _introduce(self, name: str) -> None:
+        """Makes a worker known to the router."""
+        role, _, _ = name.rpartition("-")
+        address = self._supervisor.address(name)
+        await self._tell("POST", "/admin/workers", {"name": name, "role": role, "address": address})
 
     async def _remove(self, name: str) -> None:
         await self._forget(name)

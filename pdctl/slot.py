@@ -46,6 +46,7 @@ class Slot:
         self.info = info
         self.child: Child | None = None
         self.first_ready = self._new_future()
+        self._was_ready = False  # in an earlier role
         self.boot_file = Path()
         self.status_fd = -1  # as the process knows it
         self._policy = policy
@@ -67,6 +68,7 @@ class Slot:
         self.launch, info.name, info.role, info.log = launch, launch.name, launch.role, str(log)
         info.stage, info.share, info.detail, info.ready_at = f"becoming {launch.role}", 0.0, {}, 0.0
         self.first_ready = self._new_future()
+        self._was_ready = True
         self._set("starting")
         os.kill(self.child.pid, signal.SIGUSR2)  # not to its group: who is not asked would die of it
 
@@ -170,10 +172,11 @@ class Slot:
         if self._is_stopping:
             return None
         if not self.first_ready.done() and not self._restart_asked:
-            self._has_failed = True
-            self._set("dead")
             self.first_ready.set_exception(self._start_error(reason))
-            return None
+            if not self._was_ready:
+                self._has_failed = True
+                self._set("dead")
+                return None
         delay = 0.0 if self._restart_asked else self._policy.after_exit(is_clean=code == 0, ready_for_s=ready_for_s)
         self._set("dead" if delay is None else "restarting")
         return delay

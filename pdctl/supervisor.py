@@ -340,7 +340,7 @@ class Supervisor:
 
     async def turn_worker(self, name: str, new_name: str) -> None:
         """The running process `name` goes on as `new_name`, which the configuration has; returns when it is ready.
-        Raises PdctlError, TimeoutError: then it is started anew, as `new_name` too."""
+        Raises Refused, having changed nothing; PdctlError and TimeoutError: then it is started anew, as `new_name`."""
         slot = self._slots[name]
         launch = next(launch for launch in plan(self._config, Machine.here()).workers if launch.name == new_name)
         if not slot.is_running:

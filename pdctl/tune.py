@@ -36,7 +36,9 @@ def wait_drained(client: Client, worker: str, timeout_s: float | None) -> None:
     """Returns when `worker` holds nothing. Raises TimedOut; Refused when somebody gave it work again."""
     deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
     while True:
-        found = next(w for w in client.get("/admin/state")["workers"] if w["name"] == worker)
+        found = next((w for w in client.get("/admin/state")["workers"] if w["name"] == worker), None)
+        if found is None:
+            raise Refused(f"{worker} was taken away while it drained")
         if not found["is_draining"]:
             raise Refused(f"{worker} was resumed while it drained")
         if found["state"] == "drained" or (not found["open"] and found["load"] is None):

@@ -45,6 +45,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 # Measured on one AVX-512 core: prefill is fastest at 128-256 tokens a forward (docs/benchmarks.md).
 CPU_TOKENS = 256
 GPU_BUDGET = 2048
+MAX_WORKERS = 1024  # of a pool
 GPU_CHUNK = 1024
 AutoBytes = Auto | Bytes
 Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
@@ -91,7 +92,7 @@ class Router(Section):
 class Pool(Section):
     """Keys that every worker pool has. `gpus` or `cpus` hold workers x n device numbers, in worker order."""
 
-    workers: int = Field(0, ge=0, le=1024)
+    workers: int = Field(0, ge=0, le=MAX_WORKERS)
     gpus: list[int] = Field(default_factory=list)
     cpus: list[int] = Field(default_factory=list)
     token_budget: Annotated[int, Field(ge=64, le=65536)] | Auto = Field(

@@ -121,5 +121,8 @@ def config_schema(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{output}: {error.strerror}") from error
     return Exit.OK

@@ -1,5 +1,6 @@
 """`get`, `set`, `undo`, `reset`, `history`, `drain`, `resume`: what a running stack can be told. Refused: exit 7."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,7 +157,7 @@ def drain(
     from pdctl.tune import wait_drained
 
     client = _client(context, name)
-    answer = client.call("POST", f"/admin/workers/{worker}/drain")
+    answer = client.call("POST", _worker_path(worker, "drain"))
     if wait:
         wait_drained(client, worker, seconds(timeout))
         note(f"{worker} is drained")
@@ -169,9 +170,17 @@ def resume(
     context: typer.Context, worker: Annotated[str, typer.Argument(metavar="WORKER")], name: NameOption = None
 ) -> int:
     """Work again for a drained worker."""
-    answer = _client(context, name).call("POST", f"/admin/workers/{worker}/resume")
+    answer = _client(context, name).call("POST", _worker_path(worker, "resume"))
     note(f"{worker} is {'ready' if answer['state'] == 'connected' else answer['state']}")
     return Exit.OK
+
+
+def _worker_path(worker: str, what: str) -> str:
+    from pdctl.exits import Refused
+
+    if not re.fullmatch(r"[a-z]+-[0-9]+", worker, re.ASCII):  # what could be no name would be another path
+        raise Refused(f"UNKNOWN_WORKER: there is no worker {worker!r}", help="pdctl status")
+    return f"/admin/workers/{worker}/{what}"
 
 
 def scale(

@@ -45,6 +45,7 @@ def _call(i: int, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
+            json.dumps(arguments, ensure_ascii=False).encode()  # no text holds the halves of a surrogate pair alone
         except (ValueError, RecursionError) as error:
             raise bad_request("messages", f"messages[{i}].tool_calls: arguments must be JSON") from error
     shaped = {"name": function["name"], "arguments": {} if arguments is None else arguments}

@@ -141,7 +141,7 @@ def _messages(given: str | list[Item] | None) -> list[Item]:
 
 
 def _add(messages: list[Item], i: int, item: Item) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
     elif kind == "function_call":

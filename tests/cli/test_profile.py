@@ -161,7 +161,16 @@ def test_set_is_over_flags() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("a.b=1", 1), ("a.b=[0, 1]", [0, 1]), ("a.b=x/y", "x/y"), ("a.b='1'", "1"), ("a.b=true", True), ("a.b=", "")],
+    [
+        ("a.b=1", 1),
+        ("a.b=[0, 1]", [0, 1]),
+        ("a.b=x/y", "x/y"),
+        ("a.b='1'", "1"),
+        ("a.b=true", True),
+        ("a.b=", ""),
+        ("a.b=2026-01-01", "2026-01-01"),
+        ("a.b=07:30:00", "07:30:00"),
+    ],
 )
 def test_set_takes_toml_values_and_bare_words(text: str, value: Any) -> None:
     assert parse_set(text) == (("a", "b"), value)

@@ -10,6 +10,7 @@ from server.messages import Abort, Prefill
 from tests.router.conftest import Answer, Start
 
 USER = [{"role": "user", "content": "hi"}]
+LONE_SURROGATE = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 
 # (field, value) or (field, whole body); the field is what `param` must say.
 COMMON: list[tuple[str, dict[str, Any]]] = [
@@ -130,6 +131,7 @@ CHAT: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": "sometimes", "tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": [LONE_SURROGATE]}]}),
     ("tool_choice", {"tool_choice": "auto"}),
 ]
 COMPLETION: list[tuple[str, dict[str, Any]]] = [

@@ -51,7 +51,7 @@ def test_drain_and_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
         assert {served_by(number) for number in range(9, 15)} == {other}
         # 5. Resumed, it works again.
         resumed = stack.cli("resume", busy)
-        assert (resumed.returncode, f"{busy} is connected" in resumed.stderr) == (0, True), resumed.stderr
+        assert (resumed.returncode, f"{busy} is ready" in resumed.stderr) == (0, True), resumed.stderr
         assert busy in {served_by(number) for number in range(15, 25)}
         # 6. A name that is none is refused with those there are.
         unknown = stack.cli("drain", "decode-7")

@@ -48,7 +48,7 @@ class Stream:
         except httpx.HTTPError as error:
             self.error = error
 
-    def end(self, within_s: float = 20.0) -> None:
+    def end(self, within_s: float = 60.0) -> None:
         self._thread.join(within_s)
         assert not self._thread.is_alive(), "the stream hangs"
 

@@ -204,12 +204,17 @@ def test_figures_on_a_real_terminal_are_those_of_metrics(stack: Running, termina
     eventually(lambda: re.search(r"run 0\b", terminal.screen()), 15, "nothing runs")
     terminal.press("2", "Down", "Down", "Enter")
     eventually(lambda: "received_bytes" in terminal.screen(), 10, "the counters of decode-0")
-    values = parsed(httpx.get(f"{url}/metrics").text)
-    shown = dict(re.findall(r"│ ([a-z_]+) +(\d+) +│", terminal.screen()))
-    said = {name: values[key] for name in shown if (key := f"pdctl_worker_{name} {D}") in values}
-    assert {"received", "resends", "checksum_failures", "lost", "preemptions"} < said.keys()
-    assert {name: float(shown[name]) for name in said} == said
-    assert float(shown["received"]) > 0
+
+    def both() -> tuple[dict[str, float], dict[str, float]]:
+        values = parsed(httpx.get(f"{url}/metrics").text)
+        shown = {name: float(value) for name, value in re.findall(r"│ ([a-z_]+) +(\d+) +│", terminal.screen())}
+        said = {name: values[key] for name in shown if (key := f"pdctl_worker_{name} {D}") in values}
+        return {name: shown[name] for name in said}, said
+
+    eventually(lambda: len({tuple(figures.items()) for figures in both()}) == 1, 10, "the frame after the last count")
+    shown, _ = both()
+    assert {"received", "resends", "checksum_failures", "lost", "preemptions"} < shown.keys()
+    assert shown["received"] > 0
     # 5. Leaving leaves the servers.
     terminal.press("q")
     eventually(lambda: "left 0" in terminal.screen(), 10, "the console left")

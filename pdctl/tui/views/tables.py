@@ -167,7 +167,7 @@ def log_lines(lines: Sequence[LogLine], width: int, *, wrap: bool = False, is_br
             pieces = [part[i : i + room] for i in range(0, len(part), room)] or [""] if wrap else [part]
             for index, piece in enumerate(pieces):
                 is_first = number == 0 and index == 0
-                out.append((head if is_first else Line(" " * head.width)).add(_safe(piece), role))
+                out.append((head if is_first else Line(" " * head.width)).add(safe(piece), role))
             if not wrap:
                 break
     return out
@@ -182,6 +182,6 @@ def _brief(text: str) -> str:
     return _ID.sub(r"\1…", text)
 
 
-def _safe(text: str) -> str:
-    """A log is foreign text: no control character of it may reach the terminal."""
+def safe(text: str) -> str:
+    """What comes from elsewhere is foreign text: no control character of it may reach the terminal."""
     return "".join(char if char.isprintable() else "·" for char in text)

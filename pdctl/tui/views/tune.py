@@ -38,11 +38,11 @@ def _change(model: Model, change: Change) -> Line:
         Line(f"{at} ", "dim")
         .add(f"r{change.rev:<4}", "accent")
         .add(cell(change.op, 7))
-        .add(cell(change.who, 16) + " ", "dim")
+        .add(cell(tables.safe(change.who), 16) + " ", "dim")
     )
     line.add(", ".join(f"{name} {tables.value(old)}→{tables.value(new)}" for name, old, new in change.changes))
     if change.reason:
-        line.add(f"  “{change.reason}”", "dim")
+        line.add(f"  “{tables.safe(change.reason)}”", "dim")
     if change.revert_at > (model.now or change.at):
         line.add(f"  reverts in {int(change.revert_at - model.now)} s", "warn")
     return line.add(f"  waits for {', '.join(change.pending)}", "warn") if change.pending else line
