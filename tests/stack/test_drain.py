@@ -10,6 +10,7 @@ from tests.stack.harness import PD, complete, eventually, running
 
 TWO = PD.replace("[decode]\nworkers = 1\ncpus = [1]", "[decode]\nworkers = 2\ncpus = [1, 1]")
 PROMPT = list(range(3, 43))
+LONG = 3900  # tokens of an answer that outlasts a few commands
 
 
 def is_ready(url: str) -> bool:
@@ -32,19 +33,19 @@ def test_drain_and_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
             return next(int(worker["open"]) for worker in workers if worker["name"] == name)
 
         # 1. A long answer is under way on one decode worker.
-        answer = clients.submit(complete, url, PROMPT, max_tokens=1500)
+        answer = clients.submit(complete, url, PROMPT, max_tokens=LONG)
         eventually(lambda: open_on("decode-0") + open_on("decode-1") == 1, 10, "an answer under way")
         busy, other = sorted(("decode-0", "decode-1"), key=open_on, reverse=True)
         # 2. It gets nothing new, whoever asks; its answer goes on, and a wait that is too short says so.
         said = stack.cli("drain", busy)
         assert (said.returncode, f"{busy} is draining, 1 open" in said.stderr) == (0, True), said.stderr
-        assert {served_by(number) for number in range(3, 9)} == {other}
         late = stack.cli("drain", busy, "--wait", "--timeout", "0.1s")
         assert (late.returncode, f"{busy} still has 1" in late.stderr) == (124, True), late.stderr
+        assert {served_by(number) for number in range(3, 9)} == {other}
         # 3. `--wait` returns when it holds nothing any more, and the answer is whole.
         drained = stack.cli("drain", busy, "--wait", "--timeout", "2m", timeout_s=150)
         assert (drained.returncode, f"{busy} is drained" in drained.stderr) == (0, True), drained.stderr
-        assert len(answer.result(30)["token_ids"]) == 1500
+        assert len(answer.result(30)["token_ids"]) == LONG
         # 4. A restarted router knows of it.
         assert stack.cli("restart", "router").returncode == 0
         eventually(lambda: is_ready(url), 60, "the router is back")
