@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.raw_nixl import RawNixl
 from server.sequence import SeqId
-from server.transfer.checksum import Checksum
+from server.transfer.checksum import Xxh3
 from server.transfer.nixl import NixlTransport
 from server.transfer.receiver import Receiver
 from server.transfer.ring import LandingRing
@@ -265,7 +265,7 @@ def on_one_core(shape: Shape) -> dict[str, float]:
     pin(shape.cores, 0)
     source: Tensor = torch.randint(0, 256, (shape.chunk_bytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    checksum = Checksum(shape.chunk_bytes)
+    checksum = Xxh3(shape.chunk_bytes)
     return {
         "checksum_GBps": per_second(lambda: checksum([source]), shape.chunk_bytes),
         "copy_GBps": per_second(lambda: target.copy_(source), shape.chunk_bytes),

@@ -12,6 +12,7 @@ from server.config import Transfer
 from server.errors import StartError
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Offer, Range
+from server.transfer.checksum import checksum_name
 from server.transfer.codec import BlockSpec, Codec
 from server.transfer.either import EitherTransport
 from server.transfer.faults import with_faults
@@ -121,5 +122,5 @@ def receiving_side(
         wake=transport.wake,
     )
     thread = TransferThread(transport, receiver=receiver, on_peer_lost=on_peer_lost, device=blocks.device)
-    offer = {**transport.offer(), "kv_codec": config.compression, "kv_rank": 0}
+    offer = {**transport.offer(), "kv_codec": config.compression, "kv_rank": 0, "kv_checksum": checksum_name(device)}
     return ReceivingSide(thread, receiver, ring, transport, offer)

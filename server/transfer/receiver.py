@@ -25,7 +25,7 @@ from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Range
 from server.transfer.blocks import scatter
-from server.transfer.checksum import Checksum
+from server.transfer.checksum import checksum_name, make_checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import Coverage
 from server.transfer.ring import LandingRing
@@ -109,7 +109,8 @@ class Receiver:
         self.counters = dict.fromkeys(_COUNTERS.split(), 0.0)
         self._ring = ring
         self._blocks = blocks
-        self._checksum = Checksum(ring.slot_bytes, ring.data.device) if checksum else None
+        device = ring.data.device
+        self._checksum = make_checksum(checksum_name(device), ring.slot_bytes, device) if checksum else None
         self._codec = codec
         self._rank = rank
         self._flush = remote_write_flush(ring.data.device)

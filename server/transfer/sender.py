@@ -26,7 +26,7 @@ from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Offer, Range, SendFailed, Sent
 from server.transfer.blocks import gather
-from server.transfer.checksum import Checksum
+from server.transfer.checksum import Checksum, checksum_name, make_checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
 from server.transfer.streams import wait_for
@@ -82,6 +82,7 @@ class _Peer:
     slot_blocks: int
     codec: Codec | None
     link: Link
+    checksum: Checksum | None
     credits: deque[int] = field(default_factory=deque)
     turn: deque[_Push] = field(default_factory=deque)  # sequences with work, each once
     num_posts: int = 0
@@ -134,7 +135,7 @@ class Sender:
         self._blocks = blocks
         self._block_size = block_size
         self._has_checksum = checksum
-        self._checksum: Checksum | None = None  # as large as the largest slot of any peer
+        self._checksums: dict[str, Checksum] = {}  # as large as the largest slot of any peer
         self._on_released = on_released
         self._on_failed = on_failed
         self._peers: dict[str, _Peer] = {}
@@ -170,14 +171,21 @@ class Sender:
             raise TransferError(f"peer {peer} has ring slots of {slot_bytes} bytes, a block has {block_bytes}")
         if (rank := offer.get("kv_rank", 0)) != self._rank:
             raise TransferError(f"peer {peer} offers the address of rank {rank}; this is rank {self._rank}")
+        checksum = self._checksum_of(offer, slot_bytes) if self._has_checksum else None
         self._transport.connect(peer, offer)
-        if self._has_checksum and (self._checksum is None or self._checksum.max_bytes < slot_bytes):
-            self._checksum = Checksum(slot_bytes, self._blocks.device)
         codec = self._codec if self._codec is not None and offer.get("kv_codec") == self._codec.name else None
         slot_blocks = slot_bytes // block_bytes
         if self._is_staged:
             slot_blocks = min(slot_blocks, self._staging.shape[1] // block_bytes)
-        self._peers[peer] = _Peer(slot_blocks, codec, Link())
+        self._peers[peer] = _Peer(slot_blocks, codec, Link(), checksum)
+
+    def _checksum_of(self, offer: Offer, slot_bytes: int) -> Checksum:
+        device = self._blocks.device
+        name = str(offer.get("kv_checksum", checksum_name(device)))
+        known = self._checksums.get(name)
+        if known is None or known.max_bytes < slot_bytes:
+            known = self._checksums[name] = make_checksum(name, slot_bytes, device)
+        return known
 
     def peer_gone(self, peer: str, reason: str = "") -> None:
         """Its sequences fail; each still waits for its `drop`, and for what is in flight to end."""
@@ -296,7 +304,7 @@ class Sender:
         pieces, row, code = self._prepared(peer, push.table[first:stop])
         num_bytes = kv_bytes if row < 0 else pieces[0].numel()
         try:
-            checksum = self._sum(pieces)
+            checksum = self._sum(peer, pieces)
         except Exception:
             self._free_rows += [row] if row >= 0 else []
             raise
@@ -311,10 +319,10 @@ class Sender:
         self.counters["sent_bytes"] += num_bytes
         self.counters["sent_kv_bytes"] += kv_bytes
 
-    def _sum(self, pieces: list[Tensor]) -> int:
+    def _sum(self, peer: _Peer, pieces: list[Tensor]) -> int:
         """After it the pieces are there for a transport to read, which looks past every stream."""
-        if self._checksum is not None:
-            return self._checksum(pieces)
+        if peer.checksum is not None:
+            return peer.checksum(pieces)
         wait_for(self._blocks.device)
         return 0
 

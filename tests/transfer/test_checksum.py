@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from server.errors import TransferError
-from server.transfer.checksum import Checksum, position_weights
+from server.transfer.checksum import Checksum, Multilinear, Xxh3, make_checksum, position_weights
 
 NUM_BYTES = 3 * 64 * 1024 * 4 + 1000  # several cache pieces and a part
 
 
-@pytest.fixture(scope="module")
-def checksum() -> Checksum:
-    return Checksum(NUM_BYTES)
+@pytest.fixture(scope="module", params=["xxh3", "multilinear"])
+def checksum(request: pytest.FixtureRequest) -> Checksum:
+    return make_checksum(request.param, NUM_BYTES, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def test_same_bytes_same_sum_however_cut(checksum: Checksum, data: torch.Tensor)
 
 def test_known_value() -> None:
     """Both ends compute it in their own process, maybe of another release: the function is part of the protocol."""
-    assert Checksum(16)([torch.arange(16, dtype=torch.uint8)]) == 0x23F4A7B96E5B34B8
+    assert Multilinear(16)([torch.arange(16, dtype=torch.uint8)]) == 0x23F4A7B96E5B34B8
+    assert Xxh3(16)([torch.arange(16, dtype=torch.uint8)]) == 0x8355E3A6F61770DB
 
 
 def test_any_flipped_bit(checksum: Checksum, data: torch.Tensor) -> None:
@@ -91,9 +92,15 @@ def test_length_counts(checksum: Checksum, data: torch.Tensor) -> None:
     assert checksum([data[:-4], torch.zeros(4, dtype=torch.uint8)]) != checksum([data[:-4]])
 
 
-def test_limits(checksum: Checksum, data: torch.Tensor) -> None:
+def test_limits(data: torch.Tensor) -> None:
+    checksum = Multilinear(NUM_BYTES)
     assert checksum([]) == 0
     with pytest.raises(TransferError, match="inside a word"):
         checksum([data[:6], data[6:12]])
     with pytest.raises(TransferError, match="made for"):
         checksum([data, data])
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(TransferError, match="'crc7'; known are xxh3 and multilinear"):
+        make_checksum("crc7", 64, torch.device("cpu"))

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from server.transfer.checksum import Checksum
+from server.transfer.checksum import Multilinear
 from server.transfer.codec import Codec
 from server.transfer.streams import remote_write_flush
 from tests.transfer.world import BLOCK_SIZE, World, random_pool, seq
@@ -32,7 +32,7 @@ def test_the_checksum_is_the_one_of_a_cpu() -> None:
     """Pieces of unequal length, in no order in memory, and a tail that is no whole word."""
     data = random_pool(3, 64, 4096)
     pieces = [data[40:47].view(-1), data[3], data[20:22].view(-1), data[9, :1001]]
-    here, there = Checksum(2**20), Checksum(2**20, DEVICE)
+    here, there = Multilinear(2**20), Multilinear(2**20, DEVICE)
     assert there([piece.to(DEVICE) for piece in pieces]) == here(pieces)
     assert there([]) == here([])
 

@@ -11,7 +11,7 @@ from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Offer, SendFailed, Sent
-from server.transfer.checksum import Checksum
+from server.transfer.checksum import Xxh3
 from server.transfer.coverage import Coverage, adjacent, runs, union
 from server.transfer.receiver import Receiver, ReceiveStats
 from server.transfer.ring import LandingRing
@@ -58,7 +58,7 @@ def test_runs_of_adjacent_blocks_are_one_piece(p: Prefill) -> None:
     _, tag, pieces = p.wire.posts[0]
     assert [piece.numel() for piece in pieces] == [192, 64]
     pool = random_pool(1, 64, 64)
-    assert tag.checksum == Checksum(256)([pool[[7, 8, 9, 3]].view(-1)])
+    assert tag.checksum == Xxh3(256)([pool[[7, 8, 9, 3]].view(-1)])
 
 
 def test_credit_and_inflight_bound_what_is_posted(p: Prefill) -> None:
@@ -190,7 +190,7 @@ class Decode:
         self.ring = LandingRing(4 * 256, 64, 4, 1)
         self.pool = torch.zeros(64, 64, dtype=torch.uint8)
         self.source = random_pool(1, 64, 64)
-        self.checksum = Checksum(256)
+        self.checksum = Xxh3(256)
         self.complete: list[tuple[SeqId, ReceiveStats]] = []
         self.missing: list[tuple[SeqId, tuple[tuple[int, int], ...]]] = []
         self.failed: list[tuple[SeqId, int]] = []

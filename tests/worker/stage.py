@@ -37,7 +37,7 @@ from server.prefill import PrefillWorker
 from server.sequence import Batch, SamplingParams, SeqId, Token
 from server.transfer.base import Arrived, Sent
 from server.transfer.build import ReceivingSide, SendingSide
-from server.transfer.checksum import Checksum
+from server.transfer.checksum import Xxh3
 from server.transfer.receiver import Receiver
 from server.transfer.ring import LandingRing
 from server.transfer.sender import Sender
@@ -276,7 +276,7 @@ class DecodeStage(Stage[DecodeWorker]):
         self.ring.data[slot].copy_(data)
         self.ring.data[slot, 5] ^= flip
         self.ring.landed(peer, slot)
-        tag = ChunkTag(id, generation, slot, block, 1, data.numel(), Checksum(data.numel())([data]))
+        tag = ChunkTag(id, generation, slot, block, 1, data.numel(), Xxh3(data.numel())([data]))
         self.receiver.arrived(Arrived(peer, tag))
         self.slots += [slot for credit in self.prefill.take(SlotCredit) for slot in credit.slots]
 
