@@ -108,6 +108,7 @@ def console(count: int) -> Iterator[tuple[Terminal, Router]]:
         finally:
             terminal.close()
             router.shutdown()
+            router.server_close()
 
 
 def measure(count: int, seconds: float) -> Cost:
