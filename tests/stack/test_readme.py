@@ -46,7 +46,7 @@ def shell(stack: Running, command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", command.replace("http://127.0.0.1:8000", stack.url)],
         cwd=ROOT,
-        env=stack.env,
+        env=stack.env | {"PDCTL_ROUTER__PORT": "0"},  # whoever follows the README has a demo on port 8000
         capture_output=True,
         text=True,
         timeout=60,
