@@ -1,4 +1,4 @@
-"""One thing that everyone who shares a CUDA device has to do the same way."""
+"""What everyone who shares a CUDA device has to do the same way."""
 
 import torch
 from torch import Tensor
@@ -19,3 +19,10 @@ def on_host(values: Tensor) -> Tensor:
     done.record()
     done.synchronize()
     return host
+
+
+def wait_for(device: torch.device) -> None:
+    """Until what this thread has given `device` to do is done. What others gave it, on streams of theirs, is not waited
+    for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from server.device import wait_for
 from server.engine.attention import AttentionBackend, BatchMeta
 from server.engine.attention_torch import TorchAttention
 from server.engine.fused import FusedModel, FusedWeights, TorchOps
@@ -44,8 +45,7 @@ class TransformersForward:
         }
         if not keep:
             self._model.base_model(**inputs)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            wait_for(self._device)
             return None
         kept = torch.tensor(keep, device=self._device)
         return self._model(**inputs, logits_to_keep=kept).logits[0]  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from server.device import wait_for
 from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
@@ -29,7 +30,7 @@ from server.transfer.checksum import checksum_name, make_checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import Coverage
 from server.transfer.ring import LandingRing
-from server.transfer.streams import remote_write_flush, wait_for
+from server.transfer.streams import remote_write_flush
 
 PATIENCE_S = 1.0  # after token 0 with no new chunk; doubles each time
 _COUNTERS = (

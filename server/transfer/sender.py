@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from server.device import wait_for
 from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
@@ -29,7 +30,6 @@ from server.transfer.blocks import gather
 from server.transfer.checksum import Checksum, checksum_name, make_checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
-from server.transfer.streams import wait_for
 
 _COUNTERS = "sent sent_bytes sent_kv_bytes encode_s resent send_failed unexpected"
 _STAGING_ROWS = 16  # encoded or gathered chunks under way, to all peers together
