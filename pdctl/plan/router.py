@@ -112,7 +112,7 @@ class Router:
             worker.open.pop(request.id, None)
         if self.chooser.threshold == 0:
             return  # every prompt crosses: nobody asks for rates
-        stages = {"start": request.read_from, "end": request.first}
+        stages = {"start": request.read_from - request.arrival, "end": request.first - request.arrival}
         size, cached = len(request.prompt), request.num_cached
         self.chooser.rates.observe(
             Record(0.0, path=request.plan.path, prompt_tokens=size, cached_tokens=cached, prefill_stages=stages)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from server.device import wait_for
 from server.engine.attention import AttentionBackend, BatchMeta
 from server.engine.attention_torch import TorchAttention
 from server.engine.fused import FusedModel, FusedWeights, TorchOps
@@ -20,8 +19,8 @@ from server.errors import StartError
 
 class Forward(Protocol):
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
-        """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, in the order of `keep`,
-        valid until the next step; None if `keep` is empty, and then the KV is in the pool."""
+        """Gives the device a step to compute. Logits [len(keep), vocab] of those tokens of the packed batch, in the
+        order of `keep`, valid until the next step; None if `keep` is empty."""
         ...
 
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
@@ -45,7 +44,6 @@ class TransformersForward:
         }
         if not keep:
             self._model.base_model(**inputs)
-            wait_for(self._device)
             return None
         kept = torch.tensor(keep, device=self._device)
         return self._model(**inputs, logits_to_keep=kept).logits[0]  # type: ignore[no-any-return]

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import torch
 
-from server.device import wait_for
 from server.engine.attention import BatchMeta
 from server.engine.attention_flashinfer import FlashInferAttention, StepBuffer, StepInputs, block_list, padded
 from server.engine.cuda_ops import Attend, CudaOps
@@ -220,7 +219,6 @@ class CudaForward:
             self._ops.begin_step(inputs, self._attention.attend)
             residual, attended = self._model.forward(inputs.token_ids)
         if not keep:
-            wait_for(self._fixed.data.device)
             return None
         kept = inputs.keep[: len(keep)]
         return self._model.finish(attended.index_select(0, kept), residual.index_select(0, kept))

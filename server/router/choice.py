@@ -1,8 +1,10 @@
 """Which workers a prompt goes to. `Chooser.plan` is the whole policy, in the order in which it decides.
 
 1. resident    a worker that decodes has the prompt's blocks but the last: nothing to send, next to nothing to read.
-2. one worker  the uncached part is under the threshold; or prefill is backlogged and a single worker would have read
-               the prompt clearly sooner, with room for it (never when the threshold is 0: then every prompt crosses).
+2. one worker  the uncached part is under the threshold; or prefill has been backlogged for a while and a single worker
+               would have read the prompt clearly sooner, with room for it (never when the threshold is 0: then every
+               prompt crosses). For a while: what a worker reads beside its streams slows them all, which is more than
+               one prompt gains when a few come together and prefill would soon be through with them.
 3. pd          the pair with the least to do: a prefill worker by prompt tokens ahead of it and by what it has cached, a
                decode worker by its marks, what it runs and what it has cached.
 
@@ -28,10 +30,12 @@ TOKENS_A_SEQUENCE = 256
 
 @dataclass(slots=True)
 class Rates:
-    """Prompt tokens a second, of prefill workers and of workers that decode as well; 0 before any was seen."""
+    """Prompt tokens a second, of prefill workers and of workers that decode as well, and seconds for which prompts
+    waited at prefill workers; 0 before any was seen."""
 
     prefill: Mean
     local: Mean
+    wait: Mean
 
     def observe(self, record: Record) -> None:
         stages = record.prefill_stages
@@ -39,6 +43,8 @@ class Rates:
         num_read = record.prompt_tokens - record.cached_tokens
         if seconds > 0 and num_read > 16:  # of a few tokens it says more about the step than about the worker
             (self.prefill if record.path == "pd" else self.local).add(num_read / seconds)
+            if record.path == "pd":
+                self.wait.add(stages["start"])
 
 
 class Hits:
@@ -70,7 +76,7 @@ class Chooser:
         self.threshold: int | None = 256  # None: `crossover` says
         self.queue_high = 8  # prompts at a prefill worker from which it is backlogged, whatever the rates say
         self.crossover = Crossover(max_len)
-        self.rates = Rates(Mean(), Mean())
+        self.rates = Rates(Mean(), Mean(), Mean())
         self._policy = policy
         self._block_size = block_size
         self._turn = itertools.count()
@@ -128,7 +134,8 @@ class Chooser:
         if not rate or not prefill.num_reading:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local
-        return sooner < CLEARLY * (prefill.prompt_tokens + two.num_to_read) / rate
+        wait = min(prefill.prompt_tokens / rate, self.rates.wait.value)
+        return sooner < CLEARLY * (wait + two.num_to_read / rate)
 
     def _best(self, routes: list[Route], turn: int, cost: Callable[[Route], tuple[float, ...]]) -> Route | None:
         if not routes:

@@ -7,6 +7,7 @@ one; and there a chunk always leaves as one piece: a NIXL write costs about 8 us
 import torch
 from torch import Tensor
 
+from server.device import on_device
 from server.transfer.coverage import adjacent, runs
 
 
@@ -14,7 +15,7 @@ def gather(blocks: Tensor, ids: list[int], target: Tensor) -> None:
     """Blocks `ids` of uint8 [num_blocks, block_bytes], one after the other, into uint8 [len(ids) * block_bytes]."""
     if blocks.is_cuda:
         rows = _wide(target.view(len(ids), -1))
-        torch.index_select(_wide(blocks), 0, torch.tensor(ids, device=blocks.device), out=rows)
+        torch.index_select(_wide(blocks), 0, on_device(ids, torch.long, blocks.device), out=rows)
         return
     position = 0
     for first, stop in runs(ids):
@@ -28,8 +29,8 @@ def scatter(source: Tensor, first: int, positions: list[int], table: list[int], 
     if blocks.is_cuda:
         rows = _wide(source)[: len(positions)]
         if positions[-1] - first >= len(positions):  # not the leading rows
-            rows = _wide(source)[torch.tensor([p - first for p in positions], device=blocks.device)]
-        ids = torch.tensor([table[p] for p in positions], device=blocks.device)
+            rows = _wide(source)[on_device([p - first for p in positions], torch.long, blocks.device)]
+        ids = on_device([table[p] for p in positions], torch.long, blocks.device)
         _wide(blocks).index_copy_(0, ids, rows)
         return
     for start, stop in adjacent(positions, table):

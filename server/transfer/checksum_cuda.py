@@ -10,20 +10,27 @@ _WORDS = 4096  # of one program
 _WARPS = 8
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def _weighted_sum_kernel(words_ptr, weights_ptr, total_ptr, num_words, WORDS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    is_inside = at < num_words
-    words = tl.load(words_ptr + at, mask=is_inside, other=0)
-    weights = tl.load(weights_ptr + at, mask=is_inside, other=0)
-    tl.atomic_add(total_ptr, tl.sum(words.to(tl.int64) * weights, 0))  # wraps, as it has to
+@triton.jit(do_not_specialize=["first", "num_words"])
+def _weighted_sum_kernel(words_ptr, total_ptr, first, num_words, WORDS: tl.constexpr):
+    at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    words = tl.load(words_ptr + at, mask=at < num_words, other=0)
+    # `position_weights`, in 32 bits as far as it goes: products are what costs here.
+    index = (first + at).to(tl.uint32)
+    mixed = index * 0x9E3779B1
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    upper = (mixed ^ (mixed >> 16)) >> 1
+    lower = ((index * 0x5851F42D + 0x14057B7E) << 1) | 1
+    weights = (upper.to(tl.uint64) << 33) | lower.to(tl.uint64)
+    products = words.to(tl.int64) * weights.to(tl.int64, bitcast=True)
+    tl.atomic_add(total_ptr, tl.sum(products, 0))  # wraps, as it has to
 
 
-def weighted_sum(pieces: list[tuple[Tensor, int]], weights: Tensor) -> Tensor:
-    """int64 [1], modulo 2^64: word i of an int32 piece times the weight at the piece's position + i, all added up."""
-    total = torch.zeros(1, dtype=torch.int64, device=weights.device)
+def weighted_sum(pieces: list[tuple[Tensor, int]]) -> Tensor:
+    """int64 [1], modulo 2^64: word i of an int32 piece times the weight of the piece's position + i, all added up."""
+    total = torch.zeros(1, dtype=torch.int64, device=pieces[0][0].device if pieces else "cpu")
     for words, position in pieces:
         grid = (triton.cdiv(words.numel(), _WORDS),)
         if words.numel():
-            _weighted_sum_kernel[grid](words, weights[position:], total, words.numel(), WORDS=_WORDS, num_warps=_WARPS)
+            _weighted_sum_kernel[grid](words, total, position, words.numel(), WORDS=_WORDS, num_warps=_WARPS)
     return total
