@@ -22,7 +22,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from server.device import on_host
 from server.errors import TransferError
 
 _MASK = 2**64 - 1
@@ -30,7 +29,7 @@ _MASK32 = 2**32 - 1
 _LENGTH_WEIGHT = 0x9E3779B97F4A7C15
 _PIECE_WORDS = 96 * 1024  # a widened piece (768 KiB) stays in a core's L2 cache
 
-# int64 [1], modulo 2^64, of int32 pieces, each with the position of its first word
+# int64 [1] on the host, modulo 2^64, of int32 pieces, each with the position of its first word
 WeightedSum = Callable[[list[tuple[Tensor, int]]], Tensor]
 
 
@@ -106,7 +105,7 @@ class Multilinear:
             if whole < piece.numel():
                 self._tail.zero_().view(torch.uint8)[: piece.numel() - whole].copy_(piece[whole:])
                 words.append((self._tail, position))
-        total = int(on_host(self._total(words)))  # the only wait for the device
+        total = int(self._total(words))
         return (total + num_bytes * _LENGTH_WEIGHT) & _MASK
 
 

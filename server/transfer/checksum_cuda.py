@@ -1,17 +1,23 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The weighted sum of `Checksum` on a CUDA device, in one pass over the bytes."""
+"""The weighted sum of `Checksum` on a CUDA device, in one pass over the bytes.
+
+Whoever finishes last writes the sum to the host itself. A copy would wait for the device's copy engine, which is busy with
+the chunks that are on their way over NVLink.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.device import wait_for
+
 _WORDS = 4096  # of one program
 _WARPS = 8
 
 
-@triton.jit(do_not_specialize=["first", "num_words"])
-def _weighted_sum_kernel(words_ptr, total_ptr, first, num_words, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "num_words", "num_programs"])
+def _weighted_sum_kernel(words_ptr, scratch_ptr, host_ptr, first, num_words, num_programs, WORDS: tl.constexpr):
     at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     words = tl.load(words_ptr + at, mask=at < num_words, other=0)
     # `position_weights`, in 32 bits as far as it goes: products are what costs here.
@@ -23,14 +29,24 @@ def _weighted_sum_kernel(words_ptr, total_ptr, first, num_words, WORDS: tl.const
     lower = ((index * 0x5851F42D + 0x14057B7E) << 1) | 1
     weights = (upper.to(tl.uint64) << 33) | lower.to(tl.uint64)
     products = words.to(tl.int64) * weights.to(tl.int64, bitcast=True)
-    tl.atomic_add(total_ptr, tl.sum(products, 0))  # wraps, as it has to
+    tl.atomic_add(scratch_ptr, tl.sum(products, 0))  # wraps, as it has to
+    if tl.atomic_add(scratch_ptr + 1, 1) == num_programs - 1:
+        tl.store(host_ptr, tl.atomic_add(scratch_ptr, 0))
 
 
 def weighted_sum(pieces: list[tuple[Tensor, int]]) -> Tensor:
-    """int64 [1], modulo 2^64: word i of an int32 piece times the weight of the piece's position + i, all added up."""
-    total = torch.zeros(1, dtype=torch.int64, device=pieces[0][0].device if pieces else "cpu")
+    """int64 [1] on the host, modulo 2^64: word i of an int32 piece times the weight of the piece's position + i, all added
+    up."""
+    pieces = [piece for piece in pieces if piece[0].numel()]
+    if not pieces:
+        return torch.zeros(1, dtype=torch.int64)
+    device = pieces[0][0].device
+    host = torch.empty(1, dtype=torch.int64, pin_memory=True)
+    scratch = torch.zeros(2, dtype=torch.int64, device=device)  # the sum so far, programs that are done
+    num_programs = sum(triton.cdiv(words.numel(), _WORDS) for words, _ in pieces)
     for words, position in pieces:
-        grid = (triton.cdiv(words.numel(), _WORDS),)
-        if words.numel():
-            _weighted_sum_kernel[grid](words, total, position, words.numel(), WORDS=_WORDS, num_warps=_WARPS)
-    return total
+        _weighted_sum_kernel[(triton.cdiv(words.numel(), _WORDS),)](
+            words, scratch, host, position, words.numel(), num_programs, WORDS=_WORDS, num_warps=_WARPS
+        )
+    wait_for(device)
+    return host
