@@ -29,8 +29,8 @@ _MASK32 = 2**32 - 1
 _LENGTH_WEIGHT = 0x9E3779B97F4A7C15
 _PIECE_WORDS = 96 * 1024  # a widened piece (768 KiB) stays in a core's L2 cache
 
-# int64 [1] on the host, modulo 2^64, of int32 pieces, each with the position of its first word
-WeightedSum = Callable[[list[tuple[Tensor, int]]], Tensor]
+# Of int32 pieces, each with the position of its first word; as a signed or unsigned number of 64 bits
+WeightedSum = Callable[[list[tuple[Tensor, int]]], int]
 
 
 def position_weights(num_words: int) -> Tensor:
@@ -85,9 +85,7 @@ class Multilinear:
     def __init__(self, max_bytes: int, device: torch.device | str = "cpu") -> None:
         self.max_bytes = max_bytes
         self._tail = torch.zeros(1, dtype=torch.int32, device=device)
-        self._total = _on_cuda() if self._tail.is_cuda else _on_cpu(-(-max_bytes // 4))
-        if self._tail.is_cuda:  # compiled now, for both alignments, and not under the first chunk
-            self._total([(torch.zeros(8, dtype=torch.int32, device=device)[i:], i) for i in range(2)])
+        self._total = _on_cuda(self._tail.device) if self._tail.is_cuda else _on_cpu(-(-max_bytes // 4))
 
     def __call__(self, pieces: list[Tensor]) -> int:
         """All pieces but the last are whole words long."""
@@ -105,7 +103,11 @@ class Multilinear:
             if whole < piece.numel():
                 self._tail.zero_().view(torch.uint8)[: piece.numel() - whole].copy_(piece[whole:])
                 words.append((self._tail, position))
-        total = int(self._total(words))
+        return self.of_total(self._total(words), num_bytes)
+
+    @staticmethod
+    def of_total(total: int, num_bytes: int) -> int:
+        """From a sum of products that somebody else made of that many bytes."""
         return (total + num_bytes * _LENGTH_WEIGHT) & _MASK
 
 
@@ -113,7 +115,7 @@ def _on_cpu(max_words: int) -> WeightedSum:
     weights = position_weights(max_words)
     wide = torch.empty(min(_PIECE_WORDS, max(1, max_words)), dtype=torch.int64)
 
-    def weighted_sum(pieces: list[tuple[Tensor, int]]) -> Tensor:
+    def weighted_sum(pieces: list[tuple[Tensor, int]]) -> int:
         total = torch.zeros(1, dtype=torch.int64)
         for words, position in pieces:
             for start in range(0, words.numel(), wide.numel()):
@@ -121,12 +123,12 @@ def _on_cpu(max_words: int) -> WeightedSum:
                 widened = wide[: part.numel()]
                 widened.copy_(part)  # widening apart from the product is twice as fast as a mixed-type product
                 total += torch.dot(widened, weights[position + start : position + start + part.numel()])
-        return total
+        return int(total)
 
     return weighted_sum
 
 
-def _on_cuda() -> WeightedSum:
-    from server.transfer.checksum_cuda import weighted_sum
+def _on_cuda(device: torch.device) -> WeightedSum:
+    from server.transfer.checksum_cuda import CudaSum
 
-    return weighted_sum
+    return CudaSum(device)
