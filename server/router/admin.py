@@ -194,7 +194,6 @@ def _hybrid(chooser: Chooser) -> dict[str, Any]:
         "crossover": chooser.crossover.table(),
         "prefill_tokens_per_s": round(chooser.rates.prefill.value, 1),
         "local_tokens_per_s": round(chooser.rates.local.value, 1),
-        "prefill_wait_ms": round(chooser.rates.wait.value * 1000, 1),
     }
 
 
