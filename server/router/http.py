@@ -123,19 +123,29 @@ async def read_body(request: Request) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """`work`'s result. Raises ClientDisconnect when the client leaves first; `work` has ended by then."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
+    """`work`'s result; it runs in this task, so that no other has to be woken for it. Raises ClientDisconnect when the
+    client leaves first; `work` has ended by then."""
+    task = asyncio.current_task()
+    assert task is not None
+    others, is_gone = task.cancelling(), False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await _disconnected(receive)
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.cancelling() == others + 1:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for each in (task, watch):
-            each.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await each
+        watcher.cancel()  # before it is done, or it is too late for it to cancel anything: there is no await between
+        if is_gone:
+            task.uncancel()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -144,7 +154,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events, whole ones as bytes; `first`: the first of them, when somebody asked for it already.
+    """Server-sent events, whole ones as bytes. `first`: those that are here already, or the task that waits for them.
 
     LF only and no comments unless `keepalive_s`: both break clients that read line by line.
     """
@@ -153,7 +163,7 @@ class EventStream(EventSourceResponse):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        first: "asyncio.Future[bytes] | None" = None,
+        first: "bytes | asyncio.Future[bytes]" = b"",
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -164,24 +174,36 @@ class EventStream(EventSourceResponse):
             ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
             headers={"Cache-Control": "no-cache", **(headers or {})},
         )
-        self._first = first or asyncio.ensure_future(anext(events))
+        self._first = first
         self._events = events
 
     async def _all(self) -> AsyncGenerator[bytes, None]:
-        yield await self._first
+        if isinstance(self._first, asyncio.Future):
+            yield await self._first
         async for chunk in self._events:
             yield chunk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_rest(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            if isinstance(self._first, bytes) and self._first:
+                # What is here does not wait for the tasks that a stream takes.
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                await super().__call__(scope, receive, send_rest)
+            else:
+                await super().__call__(scope, receive, send)
         finally:
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
 
 
-async def close_stream(first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
+async def close_stream(first: "bytes | asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
     """Ends `events` wherever it is."""
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
+    if isinstance(first, asyncio.Future):
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
     await events.aclose()
