@@ -60,12 +60,13 @@ class Api:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
+        """Each is tried in turn: first those that are asked for often."""
         return [
-            Route("/v1/models", guarded(self.models)),
-            Route("/v1/models/{name:path}", guarded(self.model)),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", guarded(self.completions), methods=["POST"]),
             Route("/v1/responses", guarded(self.responses), methods=["POST"]),
+            Route("/v1/models", guarded(self.models)),
+            Route("/v1/models/{name:path}", guarded(self.model)),
             Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE", "POST"]),
             Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
@@ -276,4 +277,3 @@ def _chunks(job: Job, form: Format, batch: list[Output]) -> Iterator[bytes]:
     for output in batch:
         job.completion_tokens += len(output.delta.ids)  # as far as this chunk: a usage beside it says so
         yield form.chunks(output)
-

@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import contextlib
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping

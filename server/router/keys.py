@@ -51,9 +51,9 @@ class Keys:
 
         `Authorization: Bearer KEY`, or `X-Api-Key: KEY`.
         """
-        given = _given(headers)
         if not self._known():
             return ""
+        given = _given(headers)
         if not self.has(given):
             raise _unauthorized(given)
         return _digest(given).hex()[:16]
