@@ -24,6 +24,12 @@ from server.router.keys import Keys, Quota
 
 KV_HEADER = "x-pdctl-kv"
 MAX_BODY = 8 * 2**20  # to read it holds the event loop: a tenth of a second for as much
+_STREAM_HEADERS = (  # as sse_starlette writes them
+    (b"cache-control", b"no-cache"),
+    (b"connection", b"keep-alive"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
@@ -166,21 +172,11 @@ class EventStream(EventSourceResponse):
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            self._all(),
-            sep="\n",
-            ping=keepalive_s,
-            ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
-            headers={"Cache-Control": "no-cache", **(headers or {})},
-        )
+        # The base class is made ready in `__call__`: what is here already does not wait for that.
         self._first = first
         self._events = events
-
-    async def _all(self) -> AsyncGenerator[bytes, None]:
-        if isinstance(self._first, asyncio.Future):
-            yield await self._first
-        async for chunk in self._events:
-            yield chunk
+        self._keepalive_s = keepalive_s
+        self._own = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_rest(message: Message) -> None:
@@ -188,16 +184,27 @@ class EventStream(EventSourceResponse):
                 await send(message)
 
         try:
-            if isinstance(self._first, bytes) and self._first:
-                # What is here does not wait for the tasks that a stream takes.
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if is_begun := isinstance(self._first, bytes) and bool(self._first):
+                own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._own.items()]
+                await send({"type": "http.response.start", "status": 200, "headers": [*own, *_STREAM_HEADERS]})
                 await send({"type": "http.response.body", "body": self._first, "more_body": True})
-                await super().__call__(scope, receive, send_rest)
-            else:
-                await super().__call__(scope, receive, send)
+            super().__init__(
+                self._all(),
+                sep="\n",
+                ping=self._keepalive_s,
+                ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
+                headers={**self._own, "Cache-Control": "no-cache"},
+            )
+            await super().__call__(scope, receive, send_rest if is_begun else send)
         finally:
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
+
+    async def _all(self) -> AsyncGenerator[bytes, None]:
+        if isinstance(self._first, asyncio.Future):
+            yield await self._first
+        async for chunk in self._events:
+            yield chunk
 
 
 async def close_stream(first: "bytes | asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
