@@ -78,6 +78,8 @@ class Gate:
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
 
+        scope["state"]["send"] = send
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = name
@@ -179,9 +181,12 @@ class EventStream(EventSourceResponse):
         self._own = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Past the layers between: they look at heads. An event would go through each of them.
+        send_body: Send = scope["state"]["send"]
+
         async def send_rest(message: Message) -> None:
             if message["type"] != "http.response.start":
-                await send(message)
+                await send_body(message)
 
         try:
             if is_begun := isinstance(self._first, bytes) and bool(self._first):
