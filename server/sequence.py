@@ -82,7 +82,8 @@ class SeqState(Enum):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """`num_computed` of the first `num_tokens` known tokens have their KV in the blocks of `block_table`."""
+    """`num_computed` of the first `num_tokens` known tokens have their KV in the blocks of `block_table`; steps
+    under way write that of `num_under_way` more."""
 
     id: SeqId
     prompt: list[int]
@@ -93,6 +94,7 @@ class Sequence:
     state: SeqState = SeqState.WAITING
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_under_way: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     block_table: list[int] = field(default_factory=list)
     generation: int = 0  # of the grant it holds or gave; 0 = none
@@ -104,9 +106,13 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
+    def num_scheduled(self) -> int:
+        return self.num_computed + self.num_under_way
+
+    @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is still to be computed; 1 for a sequence that decodes."""
-        return self.num_tokens - self.num_computed
+        """Known tokens that no step was given yet; 1 for a sequence that decodes."""
+        return self.num_tokens - self.num_scheduled
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known token ids [start, stop)."""

@@ -15,7 +15,7 @@ class LeapingScheduler(Scheduler):
         """Steps from now that compute one token for everyone who runs, and end nobody. 0 when that is not so."""
         roster = self._roster
         running = roster.running
-        if not running or roster.waiting or roster.received or self._batch is not None:
+        if not running or roster.waiting or roster.received or self._under_way:
             return 0
         if len(running) > self.limits.token_budget:
             return 0

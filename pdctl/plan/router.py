@@ -63,7 +63,7 @@ class Router:
 
     def choose(self, prompt: list[int], now: float) -> Plan:
         pairs, alone = self._candidates(now)
-        plan = self.chooser.plan(prompt, "", pairs, alone)
+        plan = self.chooser.plan(prompt, "", pairs, alone, now=now)
         assert plan is not None, "a layout has workers"
         return plan
 
@@ -87,7 +87,7 @@ class Router:
         request.plan = plan
         for worker in plan.route.workers:
             worker.open[request.id] = _INBOX
-        plan.route.workers[0].begin_reading(plan.num_to_read)
+        plan.route.workers[0].begin_reading(plan.num_to_read, now)
         if plan.route.prefill is not None:
             plan.route.prefill.crossed_at = now
 

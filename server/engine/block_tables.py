@@ -52,7 +52,7 @@ class BlockTables:
 
     def num_slots(self, seq: Sequence) -> int:
         """How many tokens more its blocks have room for."""
-        return len(seq.block_table) * self.pool.block_size - seq.num_computed
+        return len(seq.block_table) * self.pool.block_size - seq.num_scheduled
 
     def grow(self, seq: Sequence) -> None:
         seq.block_table += self.pool.allocate(1)

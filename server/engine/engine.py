@@ -1,8 +1,12 @@
 """The engine loop's one step: ask the scheduler, compute, tell the scheduler.
 
 1. with the lock: `scheduler.schedule()` says what to compute; blocks that move between device and host are copied.
-2. without it: `runner.execute(batch)`, so that other threads add, abort and grant while a long step runs.
+2. without it: `runner.launch(batch)`, and what it gives is waited for, so that other threads add, abort and grant while
+   a long step runs.
 3. with the lock: `scheduler.update(batch, tokens)`.
+
+A GPU does not stand still between two steps of prompts: the next one is launched before this one is waited for, as long
+as `scheduler.may_schedule` (two H200s, prompts of 4096 tokens: 2.8 of 28 ms a step were spent in Python).
 
 A step that raises ends the sequences of its batch, never the loop. What a heartbeat says (steps, age of the current
 step, its predicted time) may be read from any thread.
@@ -22,6 +26,16 @@ from server.sequence import Batch, Sequence, Stuck, Token
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2  # weight of the newest step in its estimate
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched, or why it could not be."""
+
+    batch: Batch
+    started: float
+    collect: Callable[[], list[Token | Stuck | None]] | None
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +97,8 @@ class Engine:
         self.times = StepTimes()
         self._clock = clock
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
+        self._ahead: _Flight | None = None  # launched behind the one that was last waited for
+        self._landed = 0.0  # when that one ended
 
     @property
     def pool(self) -> KVCachePool:
@@ -90,23 +106,47 @@ class Engine:
 
     def step(self) -> StepResult | None:
         """One step; None when there is nothing to compute."""
+        flight, self._ahead = self._ahead or self._launch(), None
+        if flight is None:
+            return None
+        if self.runner.is_async and flight.error is None:
+            self._ahead = self._launch()
+        result = self._land(flight)
+        self._current = (self._landed, self._ahead.batch.num_tokens) if self._ahead else None
+        return result
+
+    def _launch(self) -> _Flight | None:
         with self.lock:
+            if not self.scheduler.may_schedule:
+                return None
             batch = self.scheduler.schedule()
             unready = self._prepare(batch)
         if not batch.slices:
             return None
         started = self._clock()
         if unready is not None:
-            return self._fail(batch, unready, started)
-        self._current = (started, batch.num_tokens)
+            return _Flight(batch, started, None, unready)
+        if self._current is None:
+            self._current = (started, batch.num_tokens)
         try:
-            sampled = self.runner.execute(batch)
+            return _Flight(batch, started, self.runner.launch(batch))
         except Exception as error:
+            return _Flight(batch, started, None, error)
+
+    def _land(self, flight: _Flight) -> StepResult:
+        """Waits for it, and tells the scheduler. It began when the one before it ended."""
+        batch, error, sampled = flight.batch, flight.error, []
+        started = max(flight.started, self._landed)
+        try:
+            if flight.collect is not None:
+                sampled = flight.collect()
+        except Exception as e:
+            error = e
+        self.num_steps += 1
+        self._landed = self._clock()
+        if error is not None:
             return self._fail(batch, error, started)
-        finally:
-            self._current = None
-            self.num_steps += 1
-        seconds = self._clock() - started
+        seconds = self._landed - started
         self.times.observe(batch.num_tokens, seconds)
         stuck = [(s.seq, t.why) for s, t in zip(batch.slices, sampled, strict=True) if isinstance(t, Stuck)]
         tokens = [t if isinstance(t, Token) else None for t in sampled]

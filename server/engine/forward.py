@@ -19,8 +19,8 @@ from server.errors import StartError
 
 class Forward(Protocol):
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
-        """Computes a step. Logits [len(keep), vocab] of those tokens of the packed batch, in the order of `keep`,
-        valid until the next step; None if `keep` is empty, and then the KV is in the pool."""
+        """Gives the device a step to compute. Logits [len(keep), vocab] of those tokens of the packed batch, in the
+        order of `keep`, valid until the next step; None if `keep` is empty."""
         ...
 
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:
@@ -44,8 +44,6 @@ class TransformersForward:
         }
         if not keep:
             self._model.base_model(**inputs)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
             return None
         kept = torch.tensor(keep, device=self._device)
         return self._model(**inputs, logits_to_keep=kept).logits[0]  # type: ignore[no-any-return]

@@ -219,7 +219,6 @@ class CudaForward:
             self._ops.begin_step(inputs, self._attention.attend)
             residual, attended = self._model.forward(inputs.token_ids)
         if not keep:
-            torch.cuda.synchronize(self._fixed.data.device)
             return None
         kept = inputs.keep[: len(keep)]
         return self._model.finish(attended.index_select(0, kept), residual.index_select(0, kept))

@@ -1,9 +1,10 @@
 """The ModelRunner: a batch of token slices in, one token a slice out.
 
 1. `load`: config and weights, the start-up check, memory for the KV cache, warm-up. After it `spec` and `pool` stand.
-2. `execute(batch)`: flat input tensors, one forward over the packed tokens, logits only for the rows that sample.
+2. `launch(batch)`: flat input tensors, one forward over the packed tokens, logits only for the rows that sample. A GPU
+   computes by itself then; what `launch` returns waits for it. On a CPU everything is done when it returns.
 
-It reads sequences and never changes them: that is the Scheduler's. One thread calls `execute`.
+It reads sequences and never changes them: that is the Scheduler's. One thread calls `launch` and what it returns.
 """
 
 import logging
@@ -213,10 +214,19 @@ class ModelRunner:
 
     # -- execute ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @property
+    def is_async(self) -> bool:
+        """Whether a step can be launched while the one before it is computed."""
+        return self.device.type == "cuda"
+
     def execute(self, batch: Batch) -> list[Token | Stuck | None]:
-        """One entry a slice of `batch`, in its order: the sampled token, or why there is none; None where the slice
-        ends before the last known token."""
+        """`launch`, waited for."""
+        return self.launch(batch)()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
+        """What it returns gives, once the batch's KV is in the pool, one entry a slice, in the batch's order: the
+        sampled token, or why there is none; None where the slice ends before the last known token."""
         slices = batch.slices
         order = row_order(slices)
         ordered = [slices[i] for i in order]
@@ -227,12 +237,29 @@ class ModelRunner:
         logits = self._forward.logits(meta, last + [row.flat for row in reading])
         if logits is not None and reading:
             self._prompt_logprobs.add(reading, logits[len(last) :])
-        tokens: list[Token | Stuck | None] = [None] * len(slices)
-        if logits is not None and last:
-            sampled = self._sampler.sample(logits[: len(last)], [ordered[row].seq for row in sampling])
-            for row, token in zip(sampling, sampled, strict=True):
+        if logits is None or not last:
+            return self._nothing_sampled(len(slices))
+        sampled = self._sampler.begin(logits[: len(last)], [ordered[row].seq for row in sampling])
+
+        def collect() -> list[Token | Stuck | None]:
+            tokens: list[Token | Stuck | None] = [None] * len(slices)
+            for row, token in zip(sampling, sampled(), strict=True):
                 tokens[order[row]] = self._with_prompt(ordered[row].seq, token)
-        return tokens
+            return tokens
+
+        return collect
+
+    def _nothing_sampled(self, num_slices: int) -> Callable[[], list[Token | Stuck | None]]:
+        event = torch.cuda.Event() if self.is_async else None  # type: ignore[no-untyped-call]
+        if event is not None:
+            event.record()
+
+        def collect() -> list[Token | Stuck | None]:
+            if event is not None:
+                event.synchronize()
+            return [None] * num_slices
+
+        return collect
 
     def _with_prompt(self, seq: Sequence, token: Token | Stuck) -> Token | Stuck:
         if seq.params.num_prompt_logprobs < 0 or seq.output or isinstance(token, Stuck):

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from server.device import on_host
+from server.device import arriving, on_device, on_host
 from server.grammar import Grammars
 from server.sequence import SamplingParams, Sequence, Stuck, Token
 
@@ -64,8 +64,12 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> Rows[Token | Stuck]:
         """[rows, vocab] logits of any float dtype, one row a sequence -> one Token each. `logits` is not changed."""
+        return self.begin(logits, seqs)()
+
+    def begin(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> Callable[[], Rows[Token | Stuck]]:
+        """`sample`, whose result waits for the device. Where all that is asked for is a draw, nothing does before."""
         if all(is_plain_greedy(s.params) for s in seqs):
-            return [Token(i) for i in on_host(logits.argmax(-1)).tolist()]
+            return _read(logits.argmax(-1))
         raw = logits.float()
         shaped = reshape(raw, seqs)
         if self._grammars is not None:
@@ -75,12 +79,20 @@ class Sampler:
         if drawn:
             rows = shaped if len(drawn) == len(seqs) else shaped[drawn]
             chosen[drawn] = draw(rows, [seqs[i] for i in drawn])
+        if not any(s.params.grammar or s.params.num_logprobs >= 0 for s in seqs):
+            return _read(chosen)
         tokens = with_logprobs(raw, chosen, [s.params.num_logprobs for s in seqs])
-        return [self._stuck(s) or t for s, t in zip(seqs, tokens, strict=True)]
+        found = [self._stuck(s) or t for s, t in zip(seqs, tokens, strict=True)]
+        return lambda: found
 
     def _stuck(self, seq: Sequence) -> Stuck | None:
         why = self._grammars.failure(seq) if self._grammars is not None else ""
         return Stuck(f"the grammar cannot go on after {len(seq.output)} tokens: {why}") if why else None
+
+
+def _read(chosen: torch.Tensor) -> Callable[[], Rows[Token | Stuck]]:
+    ids = arriving(chosen)
+    return lambda: [Token(i) for i in ids().tolist()]
 
 
 # -- reshaping: constraints, bias, penalties --------------------------------------------------------------------------
@@ -153,7 +165,7 @@ def _put(
     if found:
         rows, tokens, values = zip(*found, strict=True)
         at = (_index(rows, logits), _index(tokens, logits))
-        logits.index_put_(at, torch.tensor(values, dtype=logits.dtype, device=logits.device), accumulate=accumulate)
+        logits.index_put_(at, on_device(values, logits.dtype, logits.device), accumulate=accumulate)
 
 
 def _repetition(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
@@ -171,16 +183,16 @@ def _repetition(logits: torch.Tensor, seqs: Rows[Sequence]) -> None:
 def _counts(tokens: list[list[int]], vocab: int, device: torch.device) -> torch.Tensor:
     """[rows, vocab]: how often each token stands in each list."""
     counts = torch.zeros(len(tokens), vocab, device=device)
-    flat = torch.tensor([i * vocab + t for i, row in enumerate(tokens) for t in row], device=device, dtype=torch.long)
+    flat = on_device([i * vocab + t for i, row in enumerate(tokens) for t in row], torch.long, device)
     return counts.view(-1).scatter_add_(0, flat, torch.ones(flat.shape, device=device)).view(len(tokens), vocab)
 
 
 def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.float32, device=like.device).unsqueeze(1)
+    return on_device(list(values), torch.float32, like.device).unsqueeze(1)
 
 
 def _index(values: Iterable[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.long, device=like.device)
+    return on_device(list(values), torch.long, like.device)
 
 
 def bind(shaped: torch.Tensor, raw: torch.Tensor, seqs: Rows[Sequence], grammars: Grammars) -> torch.Tensor:
@@ -211,7 +223,7 @@ def draw(logits: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
     # float64: a float32 running sum over 150,000 tokens would move the edges between tokens by more than their width.
     cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
     numbers = [uniform(s.params.seed, len(s.output)) for s in seqs]
-    target = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
+    target = on_device(numbers, torch.float64, logits.device).unsqueeze(1) * cumulative[:, -1:]
     # right=True: the first token whose sum is above the target, so never one of probability 0. A product that rounds up
     # to the total itself would run off the end; it then means the last token that has a probability.
     last = (cumulative < cumulative[:, -1:]).sum(-1)

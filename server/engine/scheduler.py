@@ -22,9 +22,9 @@ Why nothing stands still (tests/engine/test_no_deadlock.py): who waits for a gra
 who holds one waits only for blocks of its own side, held by sequences that run to their end; a received sequence needs
 nothing but a place to run, or gives way; and the oldest that runs may take the blocks of any younger one.
 
-Not thread safe: Engine.lock guards it. Between schedule() and update() everything may be called but schedule(); blocks
-that the step under way still uses are freed by update(). Before the lock is given back after schedule() or
-grants_possible(), carry out what take_copies() gives.
+Not thread safe: Engine.lock guards it. Between schedule() and update() everything may be called, schedule() only while
+`may_schedule`; blocks that a step under way still uses are freed by its update(). Before the lock is given back after
+schedule() or grants_possible(), carry out what take_copies() gives.
 """
 
 from collections.abc import Callable
@@ -88,8 +88,8 @@ class Scheduler:
         self._clock = clock
         self._gate = GrantGate(limits, self._tables, self._roster)
         self._admission = Admission(limits, self._tables, self._roster, self._gate, clock)
-        self._batch: Batch | None = None  # under way
-        self._to_free: list[Sequence] = []  # by the next update()
+        self._under_way: list[Batch] = []  # two at most
+        self._to_free: list[Sequence] = []  # once no step under way has them
         self._generation = 0
         self._preemptions = 0
 
@@ -213,9 +213,21 @@ class Scheduler:
 
     # What one step computes
 
+    @property
+    def may_schedule(self) -> bool:
+        """Whether the next step can be decided now: none is under way; or one that brings nothing which the next might
+        need, because it reads prompts whose tokens go elsewhere, and there is enough to fill the next: nobody who comes
+        meanwhile would have had a place in it."""
+        if not self._under_way:
+            return True
+        if len(self._under_way) > 1 or not all(piece.seq.needs_grant for piece in self._under_way[0].slices):
+            return False
+        waiting = sum(seq.num_pending for seq in [*self._roster.running, *self._admission.candidates()])
+        return waiting >= self._prompt_room(0)
+
     def schedule(self) -> Batch:
         """Sequences that decode first, oldest first; then prompts, under way and new in one line."""
-        assert self._batch is None, "one step at a time: update() first"
+        assert self.may_schedule, "update() first"
         for seq in self._admission.gone_idle():
             self._swap(seq)
         self._start_received()
@@ -224,7 +236,10 @@ class Scheduler:
         if prompts or self._roster.waiting or self._roster.swapped:
             self._prefill(slices, prompts)
         batch = Batch(slices)
-        self._batch = batch if slices else None
+        if slices:
+            self._under_way.append(batch)
+        for piece in slices:
+            piece.seq.num_under_way += piece.num_tokens
         return batch
 
     def _start_received(self) -> None:
@@ -237,10 +252,12 @@ class Scheduler:
         for seq in tuple(self._roster.running):
             if seq.state is not SeqState.RUNNING or self._admission.is_idle(seq):  # gave way to an older one; or paused
                 continue
+            if not seq.num_pending:  # its last chunk is under way
+                continue
             if seq.num_pending > 1:
                 prompts.append(seq)
             elif len(slices) < self.limits.token_budget and self._has_slot(seq):
-                slices.append(Slice(seq, seq.num_computed, 1))
+                slices.append(Slice(seq, seq.num_scheduled, 1))
         return prompts
 
     def _has_slot(self, seq: Sequence) -> bool:
@@ -287,7 +304,7 @@ class Scheduler:
                 num_prompts += 1
             # A first token that came with a failed transfer has no slot yet: it is left for _decode.
             num_tokens = min(room, seq.num_pending, self._tables.num_slots(seq))
-            slices.append(Slice(seq, seq.num_computed, num_tokens))
+            slices.append(Slice(seq, seq.num_scheduled, num_tokens))
             room -= num_tokens
 
     def _prompt_room(self, num_decoding: int) -> int:
@@ -300,10 +317,12 @@ class Scheduler:
 
     def update(self, batch: Batch, tokens: list[Token | None]) -> list[Step]:
         """Takes the step's tokens, one a slice. Slices of sequences aborted meanwhile are passed over."""
-        self._batch = None
-        for seq in self._to_free:
+        self._under_way.remove(batch)
+        for piece in batch.slices:
+            piece.seq.num_under_way -= piece.num_tokens
+        for seq in [seq for seq in self._to_free if not seq.num_under_way]:
+            self._to_free.remove(seq)
             self._tables.free(seq)
-        self._to_free.clear()
         pairs = zip(batch.slices, tokens, strict=True)
         return [self._advance(piece, token) for piece, token in pairs if piece.seq.state is SeqState.RUNNING]
 
@@ -353,7 +372,7 @@ class Scheduler:
         self._roster.move(seq, SeqState.FINISHED)
         if seq.output:  # aborted ones too: a stop string found by the router ends a sequence so
             self._gate.lengths.add(len(seq.output))
-        if self._batch is not None and any(piece.seq is seq for piece in self._batch.slices):
+        if seq.num_under_way:
             self._to_free.append(seq)
         else:
             self._tables.free(seq)

@@ -129,7 +129,7 @@ class Attempt:
         record.prompt_tokens, record.uncached_tokens = len(self._prompt), plan.num_uncached
         record.sent = time.perf_counter()
         self._reader = route.prefill or route.worker
-        self._reader.begin_reading(plan.num_to_read)
+        self._reader.begin_reading(plan.num_to_read, time.monotonic())
         self._has_prefill = route.prefill is not None
         if route.prefill is None:
             route.worker.attach(self.id, self._inbox)

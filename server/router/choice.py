@@ -1,8 +1,10 @@
 """Which workers a prompt goes to. `Chooser.plan` is the whole policy, in the order in which it decides.
 
 1. resident    a worker that decodes has the prompt's blocks but the last: nothing to send, next to nothing to read.
-2. one worker  the uncached part is under the threshold; or prefill is backlogged and a single worker would have read
-               the prompt clearly sooner, with room for it (never when the threshold is 0: then every prompt crosses).
+2. one worker  the uncached part is under the threshold; or prefill has been backlogged for a while and a single worker
+               would have read the prompt clearly sooner, with room for it (never when the threshold is 0: then every
+               prompt crosses). For a while: what a worker reads beside its streams slows them all, and that is more
+               than one prompt gains where a few came together and prefill will be through with them soon.
 3. pd          the pair with the least to do: a prefill worker by prompt tokens ahead of it and by what it has cached, a
                decode worker by its marks, what it runs and what it has cached.
 
@@ -21,6 +23,7 @@ from server.router.crossover import Crossover, Mean
 from server.router.timing import Record
 from server.router.worker import Worker
 
+BACKLOG_S = 1.0  # so long prompts have waited at prefill without a break
 CLEARLY = 0.7  # a worker that decodes is only burdened with a prompt when that is so much sooner
 # A decode worker with as many tokens of the prompt is worth as much as one with one sequence less.
 TOKENS_A_SEQUENCE = 256
@@ -76,9 +79,17 @@ class Chooser:
         self._turn = itertools.count()
 
     def plan(
-        self, prompt: Sequence[int], salt: str, pairs: list[Route], alone: list[Route], pinned: Worker | None = None
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        pairs: list[Route],
+        alone: list[Route],
+        pinned: Worker | None = None,
+        *,
+        now: float,
     ) -> Plan | None:
-        """None when there are no routes. `pinned`: the worker that a client's conversation is on.
+        """None when there are no routes. `pinned`: the worker that a client's conversation is on. `now`: on the clock
+        of `Worker.begin_reading`.
 
         `alone`: where a whole sequence may be done; a resident one may also go to any decode worker of `pairs`.
         """
@@ -99,7 +110,7 @@ class Chooser:
         if (holder := self._holder(pairs, alone, hits)) is not None:
             resident = hits.tokens(holder)
             return Plan(Route(holder), len(prompt) - resident, resident, two, uncached)
-        return one if self._stays(one, two, len(prompt)) else two
+        return one if self._stays(one, two, len(prompt), now) else two
 
     def _holder(self, pairs: list[Route], alone: list[Route], hits: Hits) -> Worker | None:
         """Who has the prompt. One whole block may be missing beside the last: an answer's last token was never read."""
@@ -108,15 +119,15 @@ class Chooser:
         found = 0 if best is None else hits.tokens(best)
         return best if found and found >= hits.all_tokens - self._block_size else None
 
-    def _stays(self, one: Plan, two: Plan, num_prompt: int) -> bool:
+    def _stays(self, one: Plan, two: Plan, num_prompt: int, now: float) -> bool:
         if self.threshold == 0:
             return False
         is_local = (
             self.crossover.is_local(one.num_uncached) if self.threshold is None else one.num_uncached < self.threshold
         )
-        return is_local or self._is_relief(one, two, num_prompt)
+        return is_local or self._is_relief(one, two, num_prompt, now)
 
-    def _is_relief(self, one: Plan, two: Plan, num_prompt: int) -> bool:
+    def _is_relief(self, one: Plan, two: Plan, num_prompt: int, now: float) -> bool:
         """Prefill is backlogged, and the single worker has the room and the time."""
         prefill, worker = two.route.prefill, one.route.worker
         assert prefill is not None
@@ -125,7 +136,7 @@ class Chooser:
         if prefill.num_reading >= self.queue_high > worker.num_reading:
             return True
         rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / 4
-        if not rate or not prefill.num_reading:
+        if not rate or now - prefill.backlogged_at < BACKLOG_S:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local
         return sooner < CLEARLY * (prefill.prompt_tokens + two.num_to_read) / rate

@@ -119,7 +119,7 @@ class Dispatcher:
             return same.again()
         pairs = [route for route in self.routes if route.prefill is not None and self.is_open(route)]
         alone = [Route(worker) for worker in self._alone()]
-        plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle))
+        plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle), now=time.monotonic())
         if plan is None:
             raise no_worker()
         return plan

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -130,6 +131,7 @@ class Worker:
         self.open: dict[SeqId, Inbox] = {}
         self.prompt_tokens = 0  # not cached, of open sequences that this worker is to read
         self.num_reading = 0  # sequences that they belong to
+        self.backlogged_at = math.inf  # since when some of them wait for others, without a break
         self.crossed_at = 0.0  # when it last got a prompt to read for another worker
         self.cached: set[bytes] = set()  # names of the prefix blocks that it said it has
         self.unexpected = 0
@@ -175,13 +177,17 @@ class Worker:
         """False when it was not attached any more."""
         return self.open.pop(seq_id, None) is not None
 
-    def begin_reading(self, num_tokens: int) -> None:
+    def begin_reading(self, num_tokens: int, now: float) -> None:
         self.prompt_tokens += num_tokens
         self.num_reading += 1
+        if self.num_reading > 1:
+            self.backlogged_at = min(self.backlogged_at, now)
 
     def end_reading(self, num_tokens: int) -> None:
         self.prompt_tokens -= num_tokens
         self.num_reading -= 1
+        if self.num_reading <= 1:
+            self.backlogged_at = math.inf
 
     async def run(self) -> None:
         """Keeps the connection up until cancelled. A bad peer costs its sequences, never this loop."""

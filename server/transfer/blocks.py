@@ -1,42 +1,48 @@
 """Blocks out of a pool into one piece, and back: what a chunk is at either end.
 
-On a CPU a piece is copied run by run, each a memcpy. On a CUDA device launches are what costs, so all blocks move in
-one; and there a chunk always leaves as one piece: a NIXL write costs about 8 us a piece, whatever its size.
+On a CPU a piece is copied run by run, each a memcpy. On a CUDA device launches and waits are what costs: one kernel
+moves all blocks and sums them up on the way. And there a chunk always leaves as one piece: a NIXL write costs about
+8 us a piece, whatever its size.
 """
 
-import torch
 from torch import Tensor
 
 from server.transfer.coverage import adjacent, runs
 
 
-def gather(blocks: Tensor, ids: list[int], target: Tensor) -> None:
-    """Blocks `ids` of uint8 [num_blocks, block_bytes], one after the other, into uint8 [len(ids) * block_bytes]."""
-    if blocks.is_cuda:
-        rows = _wide(target.view(len(ids), -1))
-        torch.index_select(_wide(blocks), 0, torch.tensor(ids, device=blocks.device), out=rows)
-        return
-    position = 0
-    for first, stop in runs(ids):
-        num_bytes = (stop - first) * blocks.shape[1]
-        target[position : position + num_bytes].copy_(blocks[first:stop].view(-1))
-        position += num_bytes
+class Mover:
+    """For one pool of uint8 [num_blocks, block_bytes]; belongs to one thread. What it was told to move has been moved
+    when it returns."""
 
+    def __init__(self, blocks: Tensor) -> None:
+        self.sums = blocks.is_cuda
+        self._blocks = blocks
+        if self.sums:
+            from server.transfer.blocks_cuda import CudaMover
 
-def scatter(source: Tensor, first: int, positions: list[int], table: list[int], blocks: Tensor) -> None:
-    """Row p - `first` of uint8 [num, block_bytes] into block table[p], for each p of `positions`."""
-    if blocks.is_cuda:
-        rows = _wide(source)[: len(positions)]
-        if positions[-1] - first >= len(positions):  # not the leading rows
-            rows = _wide(source)[torch.tensor([p - first for p in positions], device=blocks.device)]
-        ids = torch.tensor([table[p] for p in positions], device=blocks.device)
-        _wide(blocks).index_copy_(0, ids, rows)
-        return
-    for start, stop in adjacent(positions, table):
-        target = table[start]
-        blocks[target : target + stop - start].copy_(source[start - first : stop - first])
+            self._cuda = CudaMover(blocks)
 
+    def gather(self, ids: list[int], target: Tensor) -> int:
+        """Blocks `ids`, one after the other, into uint8 [len(ids) * block_bytes]. Their sum of products (`checksum`) if
+        it `sums`, else 0."""
+        if self.sums:
+            return self._cuda.gather(ids, target)
+        position = 0
+        for first, stop in runs(ids):
+            num_bytes = (stop - first) * self._blocks.shape[1]
+            target[position : position + num_bytes].copy_(self._blocks[first:stop].view(-1))
+            position += num_bytes
+        return 0
 
-def _wide(rows: Tensor) -> Tensor:
-    """The same bytes in the widest words that fit: the device's kernels work word by word."""
-    return rows.view(torch.int64 if rows.shape[1] % 8 == 0 else torch.int32)
+    def scatter(self, source: Tensor, first: int, positions: list[int], table: list[int]) -> int:
+        """Row p - `first` of uint8 [num, block_bytes] into block table[p], for each p of `positions`. The sum of
+        products of all rows if it `sums`, else 0."""
+        if self.sums:
+            targets = [-1] * len(source)
+            for p in positions:
+                targets[p - first] = table[p]
+            return self._cuda.scatter(source, targets)
+        for start, stop in adjacent(positions, table):
+            target = table[start]
+            self._blocks[target : target + stop - start].copy_(source[start - first : stop - first])
+        return 0

@@ -22,22 +22,26 @@ import torch
 import xxhash
 from torch import Tensor
 
-from server.device import on_host
 from server.errors import TransferError
 
 _MASK = 2**64 - 1
+_MASK32 = 2**32 - 1
 _LENGTH_WEIGHT = 0x9E3779B97F4A7C15
-_SEED = 20240917
 _PIECE_WORDS = 96 * 1024  # a widened piece (768 KiB) stays in a core's L2 cache
 
-# int64 [1], modulo 2^64, of int32 pieces (each with the position of its first word) and the weights of all positions
-WeightedSum = Callable[[list[tuple[Tensor, int]], Tensor], Tensor]
+# Of int32 pieces, each with the position of its first word; as a signed or unsigned number of 64 bits
+WeightedSum = Callable[[list[tuple[Tensor, int]]], int]
 
 
 def position_weights(num_words: int) -> Tensor:
-    """The first `num_words` weights, the same in every process: random upper half, distinct odd lower half."""
-    upper = torch.randint(0, 2**31, (num_words,), generator=torch.Generator().manual_seed(_SEED), dtype=torch.int64)
+    """The first `num_words` weights, the same everywhere: a mixed-up upper half (the finalizer of MurmurHash3), a
+    distinct odd lower half. A CUDA device makes them as it goes (`checksum_cuda`): reading them would be twice the
+    bytes that are summed."""
     index = torch.arange(num_words, dtype=torch.int64)
+    mixed = (index * 0x9E3779B1) & _MASK32
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & _MASK32
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _MASK32
+    upper = (mixed ^ (mixed >> 16)) >> 1
     lower = (index * 0x5851F42D + 0x14057B7E) % 2**31 * 2 + 1  # an odd factor permutes the residues: no two alike
     return (upper << 33) | lower
 
@@ -80,12 +84,8 @@ class Multilinear:
 
     def __init__(self, max_bytes: int, device: torch.device | str = "cpu") -> None:
         self.max_bytes = max_bytes
-        num_words = -(-max_bytes // 4)
-        self._weights = position_weights(num_words).to(device)
         self._tail = torch.zeros(1, dtype=torch.int32, device=device)
-        self._total = _on_cpu(num_words) if self._weights.device.type == "cpu" else _on_cuda()
-        if self._weights.is_cuda:  # compiled now, for both alignments, and not under the first chunk
-            self._total([(self._tail, 0), (self._tail, 1)], position_weights(2).to(device))
+        self._total = _on_cuda(self._tail.device) if self._tail.is_cuda else _on_cpu(-(-max_bytes // 4))
 
     def __call__(self, pieces: list[Tensor]) -> int:
         """All pieces but the last are whole words long."""
@@ -103,14 +103,19 @@ class Multilinear:
             if whole < piece.numel():
                 self._tail.zero_().view(torch.uint8)[: piece.numel() - whole].copy_(piece[whole:])
                 words.append((self._tail, position))
-        total = int(on_host(self._total(words, self._weights)))  # the only wait for the device
+        return self.of_total(self._total(words), num_bytes)
+
+    @staticmethod
+    def of_total(total: int, num_bytes: int) -> int:
+        """From a sum of products that somebody else made of that many bytes."""
         return (total + num_bytes * _LENGTH_WEIGHT) & _MASK
 
 
 def _on_cpu(max_words: int) -> WeightedSum:
+    weights = position_weights(max_words)
     wide = torch.empty(min(_PIECE_WORDS, max(1, max_words)), dtype=torch.int64)
 
-    def weighted_sum(pieces: list[tuple[Tensor, int]], weights: Tensor) -> Tensor:
+    def weighted_sum(pieces: list[tuple[Tensor, int]]) -> int:
         total = torch.zeros(1, dtype=torch.int64)
         for words, position in pieces:
             for start in range(0, words.numel(), wide.numel()):
@@ -118,12 +123,12 @@ def _on_cpu(max_words: int) -> WeightedSum:
                 widened = wide[: part.numel()]
                 widened.copy_(part)  # widening apart from the product is twice as fast as a mixed-type product
                 total += torch.dot(widened, weights[position + start : position + start + part.numel()])
-        return total
+        return int(total)
 
     return weighted_sum
 
 
-def _on_cuda() -> WeightedSum:
-    from server.transfer.checksum_cuda import weighted_sum
+def _on_cuda(device: torch.device) -> WeightedSum:
+    from server.transfer.checksum_cuda import CudaSum
 
-    return weighted_sum
+    return CudaSum(device)

@@ -24,12 +24,12 @@ from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import Arrived, Range
-from server.transfer.blocks import scatter
-from server.transfer.checksum import checksum_name, make_checksum
+from server.transfer.blocks import Mover
+from server.transfer.checksum import Multilinear, checksum_name, make_checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import Coverage
 from server.transfer.ring import LandingRing
-from server.transfer.streams import remote_write_flush, wait_for
+from server.transfer.streams import remote_write_flush
 
 PATIENCE_S = 1.0  # after token 0 with no new chunk; doubles each time
 _COUNTERS = (
@@ -111,6 +111,7 @@ class Receiver:
         self._blocks = blocks
         device = ring.data.device
         self._checksum = make_checksum(checksum_name(device), ring.slot_bytes, device) if checksum else None
+        self._mover = Mover(blocks)
         self._codec = codec
         self._rank = rank
         self._flush = remote_write_flush(ring.data.device)
@@ -216,7 +217,8 @@ class Receiver:
             self._ask(wanted, wanted.coverage.missing())
 
     def _take(self, event: Arrived) -> _Receive | None:
-        """Verifies outside the lock, copies under it."""
+        """Verifies outside the lock, copies under it; or both at once, if copying gives the sum. Blocks that nobody has
+        covered yet may hold anything."""
         tag = event.tag
         with self._lock:
             wanted = self._find(event.peer, tag)
@@ -228,7 +230,9 @@ class Receiver:
         if wanted is None:
             return None
         self._flush()
-        if not self._is_intact(wanted, tag):
+        sums = self._mover.sums and not tag.codec and isinstance(self._checksum, Multilinear)
+        if not sums and not self._is_intact(tag):
+            self._corrupt(wanted, tag)
             return None
         source = self._source(wanted, tag)
         if source is None:
@@ -237,8 +241,15 @@ class Receiver:
             if self._receives.get(tag.id) is not wanted:
                 self.counters["dropped_unknown"] += 1  # revoked while it was being verified
                 return None
-            self._copy(wanted, tag, source)
-            return wanted
+            lacking = wanted.coverage.lacking(tag.first_block, tag.num_blocks)  # what is covered may be in use already
+            total = self._mover.scatter(source, tag.first_block, lacking, wanted.table)
+            is_intact = not sums or Multilinear.of_total(total, tag.num_bytes) == tag.checksum
+            if is_intact:
+                self._cover(wanted, tag, lacking)
+        if not is_intact:
+            self._corrupt(wanted, tag)
+            return None
+        return wanted
 
     def _find(self, peer: str, tag: ChunkTag) -> _Receive | None:
         """Whose chunk this is, or None and counted why it is nobody's."""
@@ -264,18 +275,18 @@ class Receiver:
         whole = tag.num_blocks * self._ring.block_bytes
         return tag.num_bytes < whole if tag.codec else tag.num_bytes == whole
 
-    def _is_intact(self, wanted: _Receive, tag: ChunkTag) -> bool:
-        if self._checksum is None or self._checksum([self._ring.data[tag.slot, : tag.num_bytes]]) == tag.checksum:
-            return True
+    def _is_intact(self, tag: ChunkTag) -> bool:
+        return self._checksum is None or self._checksum([self._ring.data[tag.slot, : tag.num_bytes]]) == tag.checksum
+
+    def _corrupt(self, wanted: _Receive, tag: ChunkTag) -> None:
         self.counters["checksum_failures"] += 1
         self._ask(wanted, ((tag.first_block, tag.first_block + tag.num_blocks),))
-        return False
 
     def _source(self, wanted: _Receive, tag: ChunkTag) -> Tensor | None:
         """The chunk's blocks, decoded if need be; None and asked for again when they cannot be."""
         slot = self._ring.data[tag.slot]
         if not tag.codec:
-            return slot.view(-1, self._ring.block_bytes)
+            return slot[: tag.num_bytes].to(self._blocks.device).view(-1, self._ring.block_bytes)
         try:
             if self._codec is None:
                 raise TransferError("encoded, though no codec was agreed on")
@@ -287,12 +298,9 @@ class Receiver:
         self.counters["decode_s"] = self._codec.seconds
         return plain.to(self._blocks.device).view(-1, self._ring.block_bytes)  # zstd unpacks on the host
 
-    def _copy(self, wanted: _Receive, tag: ChunkTag, source: Tensor) -> None:
-        """Only blocks that lack it: what is covered may be in use already."""
-        lacking = wanted.coverage.lacking(tag.first_block, tag.num_blocks)
-        scatter(source, tag.first_block, lacking, wanted.table, self._blocks)
+    def _cover(self, wanted: _Receive, tag: ChunkTag, lacking: list[int]) -> None:
+        """The chunk's bytes are in its blocks: the slot is credited next, and the blocks may be read."""
         wanted.coverage.cover(lacking)
-        wait_for(self._blocks.device)  # the slot is credited next, and the blocks may be read
         now = self._clock()
         wanted.first_chunk = now if wanted.first_chunk is None else wanted.first_chunk
         wanted.news_at = now

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from server.config import STAGING_CHUNKS
+from server.device import wait_for
 from server.errors import TransferError
 from server.messages import ChunkTag
 from server.sequence import SeqId
 from server.transfer.base import KVTransport, Offer, Range, SendFailed, Sent
-from server.transfer.blocks import gather
-from server.transfer.checksum import Checksum, checksum_name, make_checksum
+from server.transfer.blocks import Mover
+from server.transfer.checksum import Checksum, Multilinear, checksum_name, make_checksum
 from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
-from server.transfer.streams import wait_for
 
 _COUNTERS = "sent sent_bytes sent_kv_bytes encode_s resent send_failed unexpected"
 
@@ -146,6 +146,7 @@ class Sender:
         self._rank = rank
         self._free_rows: list[int] = []
         self._is_staged = codec is not None or blocks.is_cuda
+        self._mover = Mover(blocks)
         transport.register(blocks)
         if self._is_staged:
             row_bytes = max(1, chunk_tokens // block_size) * blocks.shape[1]
@@ -305,13 +306,8 @@ class Sender:
         max_blocks = max(1, min(self.chunk_tokens // self._block_size, peer.slot_blocks))
         (first, stop), is_again = push.cut(max_blocks)
         kv_bytes = (stop - first) * self._blocks.shape[1]
-        pieces, row, code = self._prepared(peer, push.table[first:stop])
+        pieces, row, code, checksum = self._prepared(peer, push.table[first:stop])
         num_bytes = kv_bytes if row < 0 else pieces[0].numel()
-        try:
-            checksum = self._sum(peer, pieces)
-        except Exception:
-            self._free_rows += [row] if row >= 0 else []
-            raise
         slot = peer.credits.popleft()
         tag = ChunkTag(push.id, push.generation, slot, first, stop - first, num_bytes, checksum, code, self._rank)
         handle = self._transport.post(name, tag, pieces)
@@ -333,21 +329,29 @@ class Sender:
     def _has_room(self, peer: _Peer) -> bool:
         return bool(self._free_rows) or (peer.codec is None and not self._blocks.is_cuda)
 
-    def _prepared(self, peer: _Peer, ids: list[int]) -> tuple[list[Tensor], int, int]:
-        """(pieces, staging row, codec): in the pool where the pair has no codec, or the chunk would not shrink, and
-        pieces are cheap."""
+    def _prepared(self, peer: _Peer, ids: list[int]) -> tuple[list[Tensor], int, int, int]:
+        """(pieces, staging row, codec, checksum): in the pool where the pair has no codec, or the chunk would not
+        shrink, and pieces are cheap."""
         kv_bytes, code = len(ids) * self._blocks.shape[1], 0
         num_bytes = kv_bytes
         if peer.codec is not None:
             code, num_bytes = peer.codec.encode(self._blocks, ids, self._staging[self._free_rows[-1]])
             self.counters["encode_s"] = peer.codec.seconds
         if not code and not self._blocks.is_cuda:
-            return self._pieces(ids), -1, 0
-        row = self._free_rows.pop()
-        piece = self._staging[row, :num_bytes]
-        if not code:
-            gather(self._blocks, ids, piece)
-        return [piece], row, code
+            pieces = self._pieces(ids)
+            return pieces, -1, 0, self._sum(peer, pieces)
+        piece = self._staging[self._free_rows[-1], :num_bytes]
+        if code:
+            checksum = self._sum(peer, [piece])
+        else:
+            checksum = self._gather(peer, ids, piece)
+        return [piece], self._free_rows.pop(), code, checksum
+
+    def _gather(self, peer: _Peer, ids: list[int], piece: Tensor) -> int:
+        total = self._mover.gather(ids, piece)
+        if self._mover.sums and isinstance(peer.checksum, Multilinear):
+            return peer.checksum.of_total(total, piece.numel())
+        return self._sum(peer, [piece])
 
     def _pieces(self, ids: list[int]) -> list[Tensor]:
         """Runs of adjacent block ids, each one contiguous piece of the pool."""

@@ -34,12 +34,6 @@ def own_stream(device: torch.device) -> contextlib.AbstractContextManager[object
     return torch.cuda.stream(torch.cuda.Stream(device, priority=_HIGH))  # type: ignore[no-untyped-call]
 
 
-def wait_for(device: torch.device) -> None:
-    """Until what this thread has given `device` to do is done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def remote_write_flush(device: torch.device) -> Callable[[], None]:
     """Orders what the network has written into `device` before the kernels that follow. A no-op where the platform
     orders it by itself or has no GPUDirect RDMA."""

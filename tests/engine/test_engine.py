@@ -1,7 +1,8 @@
 """The step: schedule under the lock, compute without it, update under it; and a step that fails."""
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -9,21 +10,23 @@ from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine, StepTimes
 from server.engine.kv_cache import KVCachePool
 from server.engine.scheduler import Limits, Scheduler
-from server.sequence import Batch, SeqState, Stuck, Token
+from server.sequence import Batch, SeqState, Sequence, Stuck, Token
 from tests.engine.models import make_sequence
 
 
 class FakeRunner:
-    """Samples token 7; `during` is called in the middle of each execute."""
+    """Samples token 7; `during` is called in the middle of each launch."""
 
     pool: KVCachePool
+    is_async = False
 
     def __init__(self) -> None:
         self.during: Any = lambda batch: None
 
-    def execute(self, batch: Batch) -> list[Token | None]:
+    def launch(self, batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
         self.during(batch)
-        return [Token(7) if s.samples else None for s in batch.slices]
+        samples = [s.samples for s in batch.slices]
+        return lambda: [Token(7) if each else None for each in samples]
 
 
 class FakeClock:
@@ -165,11 +168,14 @@ def test_a_sequence_that_is_stuck_ends_alone(engine: Engine, runner: FakeRunner)
     seqs = [make_sequence(i, [i] * 20, max_tokens=3) for i in range(2)]
     for seq in seqs:
         scheduler.add(seq)
-    plain = runner.execute
-    runner.execute = lambda batch: [  # type: ignore[method-assign]
-        Stuck("no way") if s.seq is seqs[0] and s.seq.output else token
-        for s, token in zip(batch.slices, plain(batch), strict=True)
-    ]
+    plain = runner.launch
+
+    def launch(batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
+        stuck = [s.seq is seqs[0] and bool(s.seq.output) for s in batch.slices]
+        collect = plain(batch)
+        return lambda: [Stuck("no way") if is_stuck else t for is_stuck, t in zip(stuck, collect(), strict=True)]
+
+    runner.launch = launch  # type: ignore[method-assign]
     stuck = []
     while (result := engine.step()) is not None:
         stuck += result.stuck
@@ -178,3 +184,120 @@ def test_a_sequence_that_is_stuck_ends_alone(engine: Engine, runner: FakeRunner)
     assert (seqs[0].output, seqs[0].finish_reason) == ([7], "")
     assert (seqs[1].output, seqs[1].finish_reason) == ([7, 7, 7], "length")
     assert scheduler.counters().blocks_used == 0
+
+
+# -- a device that computes by itself ---------------------------------------------------------------------------------
+
+
+class Device(FakeRunner):
+    """Says when each step is launched and waited for."""
+
+    is_async = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[str, list[tuple[int, int]]]] = []
+
+    def launch(self, batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
+        what = [(s.seq.id.seq, s.num_tokens) for s in batch.slices]
+        self.said.append(("launched", what))
+        collect = super().launch(batch)
+
+        def wait() -> list[Token | Stuck | None]:
+            self.said.append(("landed", what))
+            return collect()
+
+        return wait
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def ahead(device: Device, clock: FakeClock) -> Engine:
+    limits = Limits(chunk_tokens=32, token_budget=32, max_running=8, max_seqs=8)
+    return Engine(Scheduler(limits, BlockPool(32, 16, prefix_cache=False), clock), cast("Any", device), clock)
+
+
+def granted(engine: Engine, number: int, length: int) -> Sequence:
+    seq = make_sequence(number, [number] * length, max_tokens=5)
+    seq.needs_grant, seq.arrival = True, float(number)
+    scheduler_of(engine).add(seq)
+    assert scheduler_of(engine).granted(seq.id, 1, 0)
+    return seq
+
+
+def test_the_next_chunk_is_launched_before_the_last_one_is_waited_for(ahead: Engine, device: Device) -> None:
+    """1. Two prompts, of 80 and 40 tokens. 2. Each full step is launched while the one before it runs. 3. The last step
+    is not full: it is left open for whoever comes while the one before it runs."""
+    scheduler = scheduler_of(ahead)
+    first, second = granted(ahead, 0, 80), granted(ahead, 1, 40)
+    results = []
+    while (result := ahead.step()) is not None:
+        results.append(result)
+        scheduler.check_integrity()
+    assert device.said == [
+        ("launched", [(1, 32)]),
+        ("launched", [(1, 8), (0, 24)]),
+        ("landed", [(1, 32)]),
+        ("launched", [(0, 32)]),
+        ("landed", [(1, 8), (0, 24)]),
+        ("landed", [(0, 32)]),
+        ("launched", [(0, 24)]),
+        ("landed", [(0, 24)]),
+    ]
+    ready = [[(step.seq.id.seq, step.ready) for step in result.steps] for result in results]
+    assert ready == [[(1, range(2))], [(1, range(2, 3)), (0, range(1))], [(0, range(1, 3))], [(0, range(3, 5))]]
+    assert [first.output, second.output] == [[7], [7]]
+    assert first.state is second.state is SeqState.PUSHING
+    assert first.num_under_way == second.num_under_way == 0
+
+
+def test_blocks_of_an_aborted_prompt_stay_until_no_step_has_them(ahead: Engine, device: Device) -> None:
+    """1. Two of its steps are under way when it is let go. 2. The first one ends: its blocks are still written. 3. The
+    second ends: they are free."""
+    scheduler = scheduler_of(ahead)
+    seq = granted(ahead, 0, 96)
+    assert (first := ahead.step()) is not None and len(first.steps) == 1
+    assert seq.num_under_way == 32, "the second is under way"
+    assert device.said[-2:] == [("launched", [(0, 32)]), ("landed", [(0, 32)])]
+    scheduler.abort(seq.id)
+    scheduler.release(seq.id)
+    assert scheduler.counters().blocks_used == 6
+    assert (second := ahead.step()) is not None and second.steps == []
+    assert scheduler.counters().blocks_used == 0
+    assert ahead.step() is None
+    scheduler.check_integrity()
+
+
+def test_a_step_that_cannot_be_launched_takes_none_with_it(ahead: Engine, device: Device) -> None:
+    """The one before it, which is under way, is told as ever; then its own sequences end."""
+    scheduler = scheduler_of(ahead)
+    first, second = granted(ahead, 0, 32), granted(ahead, 1, 64)
+
+    def explode(batch: Batch) -> None:
+        if batch.slices[0].seq is second:
+            raise RuntimeError("out of memory")
+
+    device.during = explode
+    assert (result := ahead.step()) is not None and result.error is None
+    assert [step.seq for step in result.steps] == [first]
+    assert (result := ahead.step()) is not None and str(result.error) == "out of memory"
+    assert result.failed == [second]
+    for seq in (first, second):
+        scheduler.release(seq.id)
+    assert scheduler.counters().blocks_used == 0
+    assert ahead.step() is None
+
+
+def test_whoever_decodes_here_is_waited_for(ahead: Engine, device: Device) -> None:
+    """A local sequence's next step needs its token: nothing is launched before it is here."""
+    scheduler = scheduler_of(ahead)
+    scheduler.add(make_sequence(7, [1] * 8, max_tokens=2))
+    granted(ahead, 0, 96)
+    while ahead.step() is not None:
+        scheduler.check_integrity()
+    kinds = [kind for kind, what in device.said if any(number == 7 for number, _ in what)]
+    assert kinds == ["launched", "landed"] * 2

@@ -93,7 +93,7 @@ def paint(worker: Seen, state: State, now: float) -> Seen:
     worker.cached = {digest[:NAME_BYTES] for digest in names}
     worker.load = Load(0, 0, 0, 0, 0, 1000, 1000 - state.free, 0, over_high=state.over_high)
     for _ in range(state.reading):
-        worker.begin_reading(1000)
+        worker.begin_reading(1000, 0.0)
     worker.open = {SeqId("test", n, 0): Inbox() for n in range(state.open)}
     worker.crossed_at = now - state.rested_s
     return worker

@@ -1,6 +1,7 @@
 """Where a prompt goes: cached prefixes, backlog, the threshold and how it is measured, handles and whose they are."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,26 @@ async def test_backlog_spills_to_decode(start: Start, threshold: int, path: str)
     cluster.prefill.step(100)
     await asyncio.gather(*asking, last)
     assert (await last)["path"] == path
+
+
+async def test_a_few_prompts_at_once_do_not_spill(start: Start) -> None:
+    """1. Prefill reads 1000 tokens a second, decode 500 beside its streams; five prompts of 100 wait at prefill: decode
+    would be sooner. 2. They have just come: the next one crosses all the same. 3. There has been such a queue for two
+    seconds: it stays on decode. 4. The queue was gone for a moment: the next one crosses."""
+    cluster = await start(prefill=1, decode=1, hybrid={"threshold_tokens": 32})
+    chooser, worker = cluster.stack.dispatcher.chooser, cluster.stack.workers.all["prefill-0"]
+    chooser.rates.prefill.add(1000.0)
+    chooser.rates.local.add(500.0)
+    for _ in range(5):
+        worker.begin_reading(100, time.monotonic())
+    assert (await ask(cluster, PROMPT))["path"] == "pd"
+    worker.backlogged_at -= 2
+    assert (await ask(cluster, PROMPT))["path"] == "colocated"
+    for _ in range(4):
+        worker.end_reading(100)
+    for _ in range(4):
+        worker.begin_reading(100, time.monotonic())
+    assert (await ask(cluster, PROMPT))["path"] == "pd"
 
 
 def feed(crossover: Crossover, local: dict[int, float], pd: dict[int, float], count: int) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from server.transfer.blocks import Mover
 from server.transfer.checksum import Multilinear
 from server.transfer.codec import Codec
 from server.transfer.streams import remote_write_flush
@@ -35,6 +36,25 @@ def test_the_checksum_is_the_one_of_a_cpu() -> None:
     here, there = Multilinear(2**20), Multilinear(2**20, DEVICE)
     assert there([piece.to(DEVICE) for piece in pieces]) == here(pieces)
     assert there([]) == here([])
+
+
+@pytest.mark.parametrize("block_bytes", [4, 1000, 65536, 70_000])
+def test_blocks_are_summed_up_as_they_move(block_bytes: int) -> None:
+    """Out of a pool and back into it: the bytes are where they belong, whoever has a block keeps it, and the sum is the
+    one that a CPU makes of the piece."""
+    pool, theirs = random_pool(1, 40, block_bytes), random_pool(2, 40, block_bytes)
+    checksum = Multilinear(40 * block_bytes)
+    here, there = Mover(pool.to(DEVICE)), theirs.to(DEVICE)
+    ids = [7, 8, 3, 30, 0]
+    piece = torch.zeros(len(ids) * block_bytes, dtype=torch.uint8, device=DEVICE)
+    total = here.gather(ids, piece)
+    assert torch.equal(piece.cpu(), pool[ids].view(-1))
+    expected = checksum([pool[ids].view(-1)])
+    assert Multilinear.of_total(total, piece.numel()) == expected
+    total = Mover(there).scatter(piece.view(len(ids), -1), 10, [11, 13], {11: 20, 12: 21, 13: 5})  # type: ignore[arg-type]
+    assert Multilinear.of_total(total, piece.numel()) == expected
+    theirs[20], theirs[5] = pool[8], pool[30]
+    assert torch.equal(there.cpu(), theirs)
 
 
 def test_a_chunk_crosses_while_the_engine_computes(world: World) -> None:

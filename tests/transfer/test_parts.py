@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -263,15 +264,15 @@ def test_revoke_waits_for_the_copy_that_runs(d: Decode, monkeypatch: pytest.Monk
     the blocks counted. 4. Nothing is copied after it."""
     d.receiver.open(seq(1), "P", 1, list(range(8)), 0, 8)
     in_copy, go_on, revoked = threading.Event(), threading.Event(), threading.Event()
-    copy = d.receiver._copy
+    copy = d.receiver._mover.scatter
     prefix: list[int] = []
 
-    def slow_copy(*args: object) -> None:
+    def slow_copy(*args: Any) -> int:
         in_copy.set()
         assert go_on.wait(WAIT_S)
-        copy(*args)  # type: ignore[arg-type]
+        return copy(*args)
 
-    monkeypatch.setattr(d.receiver, "_copy", slow_copy)
+    monkeypatch.setattr(d.receiver._mover, "scatter", slow_copy)
     arrival = d.chunk(1, 0, 4)
     copier = threading.Thread(target=d.receiver.arrived, args=(arrival,))
     copier.start()
