@@ -68,12 +68,13 @@ def last_line(log: Path) -> str:
     return parse("", last).text.strip().rpartition("\n")[2]
 
 
-def read(files: Sequence[tuple[str, Path]], count: int) -> list[Line]:
-    """The last `count` lines of each file, merged by time."""
+def read(files: Sequence[tuple[str, Path]], count: int, is_wanted: Callable[[Line], bool] | None = None) -> list[Line]:
+    """The last `count` wanted lines of all files together, merged by time."""
     lines: list[Line] = []
     for process, file in files:
-        lines += _parsed(process, _tail(file, TAIL_BYTES)[-count:])
-    return sorted(lines, key=lambda line: line.at)
+        raws = _tail(file, TAIL_BYTES)
+        lines += filter(is_wanted, _parsed(process, raws)) if is_wanted else _parsed(process, raws[-count:])
+    return sorted(lines, key=lambda line: line.at)[-count:]
 
 
 def _parsed(process: str, raws: Sequence[str]) -> Iterator[Line]:

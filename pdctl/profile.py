@@ -108,8 +108,12 @@ def parse_value(text: str) -> Any:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[KeyPath, Any, Origin]]:
-    """Only the double underscore after the prefix counts: Kubernetes sets PDCTL_PORT for a service called pdctl."""
+    """Only the double underscore after the prefix counts: Kubernetes sets PDCTL_PORT for a service called pdctl.
+    Raises ConfigError for a name that lacks it and can mean nothing but a key."""
     for name in sorted(environ):
+        section, separator, key = name.removeprefix("PDCTL_").partition("__")
+        if name.startswith("PDCTL_") and separator and section.lower() in Config.model_fields:
+            raise ConfigError(f"{name} is not read", help=f"{ENV_PREFIX}{section}__{key}: two underscores after PDCTL")
         if name.startswith(ENV_PREFIX):
             path = tuple(name[len(ENV_PREFIX) :].lower().split("__"))
             yield path, parse_value(environ[name]), Origin(name)

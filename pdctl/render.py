@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -61,6 +63,16 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join(padded)
+
+
+def table_or_list(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """A table; on a terminal that is too narrow for it, a paragraph for each row, and nothing is cut."""
+    text = table(rows, header)
+    width = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or max(map(len, text.splitlines())) <= width:
+        return text
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+    return "\n".join(line for name, *cells in rows for line in (name, *map(wrap.fill, filter(None, cells))))
 
 
 def duration(seconds: float) -> str:

@@ -47,6 +47,7 @@ CPU_TOKENS = 256
 GPU_BUDGET = 2048
 MAX_WORKERS = 1024  # of a pool
 GPU_CHUNK = 1024
+STAGING_CHUNKS = 16
 AutoBytes = Auto | Bytes
 Origin = Annotated[str, Field(pattern=r"^https?://[^/*?#\s]+$")]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -176,6 +177,10 @@ class Transfer(Section):
     compression: Literal["none", "zstd", "fp8"] = "none"
     timeout: Seconds = 30.0
     latency_warn: Seconds = 0.05
+
+    def staging_bytes(self, block_size: int, block_bytes: int) -> int:
+        """Of chunks on their way out as copies, gathered or encoded, to all peers together."""
+        return STAGING_CHUNKS * max(1, self.chunk_tokens // block_size) * block_bytes
 
 
 class Host(Section):

@@ -1,4 +1,4 @@
-"""Framed messages over asyncio streams, and the handshake that opens every connection.
+"""Framed messages on a connection, and the handshake that opens every connection.
 
 1. Frame = 4-byte big-endian length + msgpack. A frame over MAX_FRAME ends the connection.
 2. Handshake: client Hello(nonce), server Hello(nonce, proof), client Hello(proof, card), server Hello(card). A proof is
@@ -15,16 +15,19 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
-from server.errors import HandshakeRefused, PeerLost, ProtocolError, StartError
+from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError, StartError
 from server.messages import AnyMessage, Card, Hello
 
 MAX_FRAME = 64 * 2**20
 MAX_UNSENT = 64 * 2**20
+MAX_UNREAD = 2**18  # bytes of frames that nobody has taken yet: above it the socket is not read
 GRACE_S = 0.2
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -44,30 +47,40 @@ class Identity:
         return cls(name, role, secrets.token_hex(8))
 
 
-class Channel:
+class Channel(asyncio.Protocol):
     """One connection. `send` queues; `recv` returns the next message or raises PeerLost / ProtocolError."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, send_timeout_s: float = 10.0
+        self, on_open: Callable[["Channel"], None] = lambda channel: None, *, send_timeout_s: float = 10.0
     ) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._on_open = on_open
         self._send_timeout_s = send_timeout_s
+        self._transport: asyncio.Transport
+        self._part = bytearray()  # of a frame that is not whole yet
+        self._frames: deque[bytes] = deque()
+        self.num_unread = 0  # bytes of them
+        self._is_reading = True
+        self._waiter: asyncio.Future[None] | None = None  # of `recv`
+        self._timer: asyncio.TimerHandle | None = None
+        self._end: PdctlError | None = None  # what `recv` raises after the last frame
+        self._lost = asyncio.Event()
         self._stalled: asyncio.TimerHandle | None = None
         self.peer = Identity("?", "?", "?")
         self.card: Card | None = None
 
     @property
     def is_closed(self) -> bool:
-        return self._writer.is_closing()
+        return self._transport.is_closing()
+
+    # out
 
     def send(self, message: AnyMessage) -> None:
         """Queues `message`. A no-op on a closed channel: its reader reports the loss, once."""
-        if self._writer.is_closing():
+        if self._transport.is_closing():
             return
         body = _encoder.encode(message)
-        self._writer.write(_LENGTH.pack(len(body)) + body)
-        unsent = self._writer.transport.get_write_buffer_size()
+        self._transport.write(_LENGTH.pack(len(body)) + body)
+        unsent = self._transport.get_write_buffer_size()
         if unsent > MAX_UNSENT:
             self.abort()
         elif unsent and self._stalled is None:
@@ -79,78 +92,140 @@ class Channel:
 
     def _check_progress(self, unsent_before: int) -> None:
         self._stalled = None
-        unsent = 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
+        unsent = 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
         if unsent >= unsent_before > 0:
             self.abort()
         elif unsent:
             self._watch(unsent)
 
+    # in
+
     async def recv(self, timeout_s: float | None = None) -> AnyMessage:
         """Next message. With no timeout the connection's life is the limit: a dead peer closes it, heartbeats find a
         silent one. The time is the peer's: this loop's own stall counts for nothing. Raises TimeoutError."""
-        async with _patience(timeout_s):
-            try:
-                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if length > MAX_FRAME:
-                    raise ProtocolError(f"{self.peer.name} sent a frame of {length} bytes; the limit is {MAX_FRAME}")
-                return _decoder.decode(await self._reader.readexactly(length))
-            except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
-                raise PeerLost(f"{self.peer.name} closed the connection") from error
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"{self.peer.name} sent a frame that is no message: {error}") from error
+        while not self._frames:
+            if self._end is not None:
+                raise self._end
+            await self._wait(timeout_s)
+        frame = self._frames.popleft()
+        self.num_unread -= len(frame)
+        if not self._is_reading and self.num_unread <= MAX_UNREAD // 2:
+            self._is_reading = True
+            self._transport.resume_reading()
+        try:
+            return _decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"{self.peer.name} sent a frame that is no message: {error}") from error
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        """For a frame, or the end."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        if timeout_s is not None:
+            # Never at once: between `due` and the verdict the sockets are looked at, however late the first call is.
+            self._timer = loop.call_later(timeout_s, self._expire, float("-inf"))
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _expire(self, due: float) -> None:
+        """A loop that comes late reads what lies there before it gives a peer up: its timers run before its sockets are
+        looked at."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if now - due > GRACE_S:
+            self._timer = loop.call_later(GRACE_S, self._expire, now + GRACE_S)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeoutError())
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _ends(self, error: PdctlError) -> None:
+        self._end = self._end or error
+        self._wake()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's own, of no common base
+        self._on_open(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._end is not None:
+            return
+        whole: bytes | bytearray = data
+        if self._part:
+            self._part += data
+            whole = self._part
+        at = self._cut(whole)
+        if whole is self._part:
+            del self._part[:at]
+        else:
+            self._part += data[at:]
+        if self._frames:
+            self._wake()
+        if self._is_reading and self.num_unread > MAX_UNREAD:
+            self._is_reading = False
+            self._transport.pause_reading()
+
+    def _cut(self, data: bytes | bytearray) -> int:
+        """Whole frames off the start of `data`; how many bytes they were."""
+        at, size = 0, _LENGTH.size
+        while len(data) - at >= size:
+            (length,) = _LENGTH.unpack_from(data, at)
+            if length > MAX_FRAME:
+                self._ends(ProtocolError(f"{self.peer.name} sent a frame of {length} bytes; the limit is {MAX_FRAME}"))
+                return len(data)
+            if len(data) - at - size < length:
+                break
+            at += size + length
+            self._frames.append(bytes(data[at - length : at]))
+            self.num_unread += length
+        return at
+
+    def eof_received(self) -> bool:
+        self._ends(PeerLost(f"{self.peer.name} closed the connection"))
+        return True  # what is queued may still leave
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ends(PeerLost(f"{self.peer.name} closed the connection"))
+        self._lost.set()
+
+    # the end
 
     def abort(self) -> None:
         """Ends the connection now, unsent data included."""
-        self._writer.transport.abort()
+        self._transport.abort()
 
     async def close(self) -> None:
         """Sends what is queued (briefly), then ends the connection."""
         if self._stalled is not None:
             self._stalled.cancel()
-        with contextlib.suppress(TimeoutError, ConnectionError, OSError):
+        self._transport.close()
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                await self._writer.drain()
-                self._writer.close()
-                await self._writer.wait_closed()
+                await self._lost.wait()
         self.abort()
-
-
-@contextlib.asynccontextmanager
-async def _patience(timeout_s: float | None) -> AsyncIterator[None]:
-    """As asyncio.timeout, but a loop that comes late reads what lies there before it gives a peer up: its timers run
-    before its sockets are looked at."""
-    if timeout_s is None:
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
-    async with asyncio.timeout(None) as limit:
-
-        def expire(due: float) -> None:
-            nonlocal timer
-            now = loop.time()
-            if now - due <= GRACE_S:
-                limit.reschedule(now)
-            else:
-                timer = loop.call_later(GRACE_S, expire, now + GRACE_S)
-
-        # Never at once: between `due` and the verdict the sockets are looked at, however late the first call is.
-        timer = loop.call_later(timeout_s, expire, float("-inf"))
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 async def connect(address: str, timeout_s: float = 5.0) -> Channel:
     """Opens a channel to "unix:/path" or "tcp:host:port". Raises PeerLost."""
     kind, _, rest = address.partition(":")
+    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(timeout_s):
             if kind == "unix":
-                return Channel(*await asyncio.open_unix_connection(rest))
-            host, _, port = rest.rpartition(":")
-            return Channel(*await asyncio.open_connection(host.strip("[]"), int(port)))
+                _, channel = await loop.create_unix_connection(Channel, rest)
+            else:
+                host, _, port = rest.rpartition(":")
+                _, channel = await loop.create_connection(Channel, host.strip("[]"), int(port))
+            return channel
     except (OSError, TimeoutError) as error:
         raise PeerLost(f"cannot connect to {address}: {str(error) or 'timed out'}") from error
 
@@ -177,16 +252,24 @@ def bind(address: str) -> socket.socket:
 async def serve(where: str | socket.socket, handle: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
     """Listens on an address or a bound socket; `handle` runs once a connection and closes it by returning."""
 
-    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
+    tasks: set[asyncio.Task[None]] = set()  # the loop itself holds none
+
+    async def run(channel: Channel) -> None:
         try:
             await handle(channel)
         finally:
             await channel.close()
 
+    def on_open(channel: Channel) -> None:
+        task = loop.create_task(run(channel))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loop = asyncio.get_running_loop()
     sock = bind(where) if isinstance(where, str) else where
-    start = asyncio.start_unix_server if sock.family == socket.AF_UNIX else asyncio.start_server
-    return await start(on_connect, sock=sock)
+    if sock.family == socket.AF_UNIX:
+        return await loop.create_unix_server(lambda: Channel(on_open), sock=sock)
+    return await loop.create_server(lambda: Channel(on_open), sock=sock)
 
 
 async def greet(channel: Channel, me: Identity, secret: bytes, card: Card, timeout_s: float = 5.0) -> None:

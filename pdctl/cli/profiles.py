@@ -7,7 +7,7 @@ import typer
 
 from pdctl.cli.run import Sets
 from pdctl.exits import Exit, UsageError
-from pdctl.render import note, print_json, table
+from pdctl.render import note, print_json, table_or_list
 
 Profile = Annotated[str, typer.Argument(envvar="PDCTL_PROFILE", help="name or path of a profile")]
 profile_app = typer.Typer(help="Profiles on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -24,8 +24,8 @@ def profile_ls() -> int:
     """Profiles that a bare name finds."""
     from pdctl.profile import available, purpose
 
-    rows = [[name, str(file), purpose(file).partition(". ")[0][:100]] for name, file in sorted(available().items())]
-    print(table(rows, ("NAME", "FILE", "FOR")))
+    rows = [[name, str(file), purpose(file).partition(". ")[0]] for name, file in sorted(available().items())]
+    print(table_or_list(rows, ("NAME", "FILE", "FOR")))
     return Exit.OK
 
 

@@ -42,13 +42,14 @@ def up(
     from pdctl import up as starting
 
     _check_progress(progress)
+    limit_s = seconds(timeout, "--timeout", without="supervise.ready_timeout of the profile") or 0
     if no_wait and not detach:
         raise UsageError("--no-wait needs -d: a stack in the foreground lives as long as its command")
     order = starting.prepare(profile, settings(context).root, sets=sets or [], name=name)
     if dry_run:
         return starting.dry_run(order, as_json=as_json, tells_difference=exit_code)
     mode = "quiet" if settings(context).is_quiet and progress == "auto" else progress
-    return starting.start(order, is_detached=detach, waits=not no_wait, timeout_s=seconds(timeout) or 0, progress=mode)
+    return starting.start(order, is_detached=detach, waits=not no_wait, timeout_s=limit_s, progress=mode)
 
 
 def run(
@@ -79,6 +80,7 @@ def down(
     from pdctl.rundir import find, stacks
 
     root = settings(context).root
+    drain_s = seconds(drain, "--drain", without="supervise.stop_timeout of the profile", may_be_0=True)
     if orphans:
         targets = [s for s in stacks(root) if (state := s.read()) is not None and not supervisor_of(state).is_alive]
     else:
@@ -87,7 +89,7 @@ def down(
         except NotRunning as error:
             note(error.message)
             return Exit.OK
-    was_there = [target.name for target in targets if take_down(target, note, drain_s=seconds(drain), is_forced=force)]
+    was_there = [target.name for target in targets if take_down(target, note, drain_s=drain_s, is_forced=force)]
     note(f"{', '.join(was_there)}: down" if was_there else "nothing was running")
     return Exit.OK
 
@@ -126,8 +128,8 @@ def wait(
 
     if until not in ("ready", "drained", "stopped"):
         raise UsageError(f"--for {until}: expected ready, drained or stopped")
+    limit_s = seconds(timeout, "--timeout", without="no limit")
     stack_dir = find(settings(context).root, name or name_option)
-    limit_s = seconds(timeout)
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while True:
         value, code = gather(stack_dir)
@@ -145,15 +147,20 @@ def wait(
         time.sleep(0.1)
 
 
-def seconds(text: str | None) -> float | None:
+def seconds(text: str | None, option: str, *, without: str, may_be_0: bool = False) -> float | None:
+    """Of a duration. `without`: what holds where the option is left out. Raises UsageError."""
     if text is None:
         return None
     from server.config import parse_seconds
 
+    help = f"a duration such as 30s or 250ms; without {option}: {without}"
     try:
-        return float(parse_seconds(text))
+        value = float(parse_seconds(text))
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{option} {text}: not a duration", help=help) from error
+    if not value and not may_be_0:
+        raise UsageError(f"{option} {text}: must be above 0", help=help)
+    return value
 
 
 def _check_progress(mode: str) -> None:

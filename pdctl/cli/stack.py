@@ -81,7 +81,7 @@ def logs(
     which: Annotated[list[str] | None, typer.Argument(metavar="[WORKER|ROLE]...", help="default: all")] = None,
     name: NameOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow")] = False,
-    count: Annotated[int, typer.Option("-c", "--lines", min=1, help="last lines of each")] = 200,
+    count: Annotated[int, typer.Option("-c", "--lines", min=1, help="the last lines")] = 200,
     since: Annotated[str | None, typer.Option(help="such as 10m")] = None,
     level: Annotated[str, typer.Option(help="debug | info | warn | error")] = "",
     grep: Annotated[str, typer.Option(metavar="RE")] = "",
@@ -98,6 +98,7 @@ def logs(
     from pdctl.rundir import find
 
     files.check_filters(level, grep)
+    age_s = seconds(since, "--since", without="as far back as --lines goes")
     stack_dir = find(settings(context).root, name)
     stack = stack_dir.read()
     chosen = _choose(sorted(path.stem for path in (stack_dir.path / "logs").glob("*.log")), which or [])
@@ -105,11 +106,10 @@ def logs(
     paths = [(process, stack_dir.log(process).with_suffix(suffix)) for process in chosen]
     import time
 
-    after = time.time() - (seconds(since) or 0) if since else 0.0
+    after = 0.0 if age_s is None else time.time() - age_s
     printer = LogPrinter(chosen, has_prefix=not no_prefix, has_date=times, is_json=as_json)
-    for line in files.read(paths, count):
-        if files.wanted(line, level=level, grep=grep, since=after):
-            printer.show(line)
+    for line in files.read(paths, count, lambda line: files.wanted(line, level=level, grep=grep, since=after)):
+        printer.show(line)
     if follow and not previous and stack is not None:
         supervisor = supervisor_of(stack)
         for line in files.follow(paths, is_over=lambda: not supervisor.is_alive):

@@ -81,7 +81,7 @@ def set_(
         "values": values,
         "dry_run": dry_run,
         "if_rev": if_rev,
-        "revert_after_s": seconds(revert_after) or 0.0,
+        "revert_after_s": seconds(revert_after, "--revert-after", without="the change stays") or 0.0,
         "reason": reason,
         "force": force,
         "by": who(),
@@ -156,10 +156,11 @@ def drain(
     from pdctl.cli.run import seconds
     from pdctl.tune import wait_drained
 
+    limit_s = seconds(timeout, "--timeout", without="no limit")
     client = _client(context, name)
     answer = client.call("POST", _worker_path(worker, "drain"))
     if wait:
-        wait_drained(client, worker, seconds(timeout))
+        wait_drained(client, worker, limit_s)
         note(f"{worker} is drained")
     else:
         note(f"{worker} is {answer['state']}, {answer['open']} open")
@@ -194,7 +195,8 @@ def scale(
     from pdctl.scale import parse
 
     pool, count = parse(target)
-    _change(_stack(context, name), {"op": "scale", "role": pool, "workers": count}, seconds(timeout))
+    limit_s = seconds(timeout, "--timeout", without="20m")
+    _change(_stack(context, name), {"op": "scale", "role": pool, "workers": count}, limit_s)
     note(f"{pool} has {count} workers")
     return Exit.OK
 
@@ -211,7 +213,8 @@ def role(
 
     if target not in ("prefill", "decode"):
         raise UsageError(f"{target}: expected prefill or decode")
-    _change(_stack(context, name), {"op": "role", "worker": worker, "role": target}, seconds(timeout))
+    limit_s = seconds(timeout, "--timeout", without="20m")
+    _change(_stack(context, name), {"op": "role", "worker": worker, "role": target}, limit_s)
     note(f"{worker} is a {target} worker now: pdctl status")
     return Exit.OK
 

@@ -42,7 +42,7 @@ def tui(
         replay=replay,
         theme=theme,
         is_ascii=ascii,
-        refresh_s=seconds(refresh),
+        refresh_s=seconds(refresh, "--refresh", without="tui.refresh of the profile"),
         has_mouse=not no_mouse,
     )
     return start.web(order, web_port) if web else start.run(order)

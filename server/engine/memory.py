@@ -5,6 +5,7 @@ workspace   estimated: activations of the largest step, and logits and probabili
 kv          the pool: `kv_bytes`, or what "auto" came to
 graphs      measured while CUDA graphs were recorded; none on a CPU
 ring        `transfer.ring_bytes`, at a decode worker that prompts come to
+staging     copies of chunks on their way out, at a prefill worker whose pool is on a GPU or whose chunks are encoded
 host_swap   `host_swap_bytes`; a GPU worker's lies beside its device, and is not part of the total
 """
 
@@ -25,6 +26,7 @@ class MemoryTable:
     kv: int
     graphs: int
     ring: int
+    staging: int
     host_swap: int
     total: int
     left: int
@@ -42,10 +44,19 @@ def memory_table(config: Config, role: Role, runner: ModelRunner) -> MemoryTable
     ring = config.transfer.ring_bytes if role == "decode" and config.prefill.workers else 0
     host_swap = runner.host.num_bytes
     workspace = _workspace(config, role, runner)
-    later = workspace + kv + runner.graph_bytes + ring + (host_swap if runner.device.type == "cpu" else 0)
+    staging = _staging(config, role, runner)
+    on_device = workspace + kv + runner.graph_bytes + ring + staging
+    later = on_device + (host_swap if runner.device.type == "cpu" else 0)
     total = runner.weight_bytes + later
     left = runner.free_bytes - later
-    return MemoryTable(runner.weight_bytes, workspace, kv, runner.graph_bytes, ring, host_swap, total, left)
+    return MemoryTable(runner.weight_bytes, workspace, kv, runner.graph_bytes, ring, staging, host_swap, total, left)
+
+
+def _staging(config: Config, role: Role, runner: ModelRunner) -> int:
+    is_staged = runner.device.type == "cuda" or config.transfer.compression != "none"
+    if role != "prefill" or not is_staged:
+        return 0
+    return config.transfer.staging_bytes(runner.spec.block_size, runner.pool.blocks.shape[1])
 
 
 def _workspace(config: Config, role: Role, runner: ModelRunner) -> int:

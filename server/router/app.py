@@ -60,12 +60,13 @@ class Api:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
+        """Each is tried in turn: first those that are asked for often."""
         return [
-            Route("/v1/models", guarded(self.models)),
-            Route("/v1/models/{name:path}", guarded(self.model)),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", guarded(self.completions), methods=["POST"]),
             Route("/v1/responses", guarded(self.responses), methods=["POST"]),
+            Route("/v1/models", guarded(self.models)),
+            Route("/v1/models/{name:path}", guarded(self.model)),
             Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE", "POST"]),
             Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
@@ -144,14 +145,22 @@ class Api:
             return json_response(body, headers=_handle(job))
         late = asyncio.Event()
         events = self._events(job, prepare, form, late)
+        if self._keepalive_s:
+            first = await self._begin(http, events)
+        else:
+            first = await until_disconnect(http.receive, anext(events))
+        late.set()
+        return EventStream(events, first=first, keepalive_s=self._keepalive_s, headers=_handle(job))
+
+    async def _begin(self, http: Request, events: AsyncGenerator[bytes, None]) -> "bytes | asyncio.Future[bytes]":
+        """The first event, so that an error before it is a status; but only as long as a proxy would wait for it."""
         first = asyncio.ensure_future(anext(events))
         try:
-            await until_disconnect(http.receive, _wait(first, self._keepalive_s) if self._keepalive_s else first)
-            late.set()
+            await until_disconnect(http.receive, asyncio.wait((first,), timeout=self._keepalive_s))
+            return first.result() if first.done() else first
         except BaseException:
             await close_stream(first, events)
             raise
-        return EventStream(events, first=first, keepalive_s=self._keepalive_s, headers=_handle(job))
 
     async def _whole(self, job: Job, prepare: Prepare, form: Format) -> bytes:
         async with aclosing(self._generator.outputs(job, prepare)) as outputs:
@@ -268,10 +277,3 @@ def _chunks(job: Job, form: Format, batch: list[Output]) -> Iterator[bytes]:
     for output in batch:
         job.completion_tokens += len(output.delta.ids)  # as far as this chunk: a usage beside it says so
         yield form.chunks(output)
-
-
-async def _wait(first: "asyncio.Future[bytes]", keepalive_s: float) -> None:
-    """For the first event, so that an error before it is a status, but only as long as a proxy would."""
-    await asyncio.wait((first,), timeout=keepalive_s)
-    if first.done():
-        first.result()

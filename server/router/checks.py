@@ -46,8 +46,10 @@ def _call(i: int, call: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
             json.dumps(arguments, ensure_ascii=False).encode()  # no text holds the halves of a surrogate pair alone
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise bad_request("messages", f"messages[{i}].tool_calls: arguments must be JSON") from error
+        except RecursionError as error:
+            raise bad_request("messages", f"messages[{i}].tool_calls: arguments are nested too deeply") from error
     shaped = {"name": function["name"], "arguments": {} if arguments is None else arguments}
     return {"id": call.get("id"), "type": "function", "function": shaped}
 

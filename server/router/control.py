@@ -210,6 +210,8 @@ def _decode(body: bytes, kind: Any) -> Any:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.MsgspecError as error:
         raise bad_request(None, f"the body: {error}", "BAD_VALUE") from error
+    except RecursionError as error:
+        raise bad_request(None, "the body is nested too deeply", "BAD_VALUE") from error
 
 
 def _peer(request: Request) -> str:

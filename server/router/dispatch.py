@@ -101,6 +101,10 @@ class Dispatcher:
     async def some_route(self) -> None:
         """Returns when a prompt can go somewhere, at once as a rule. While the supervisor restarts the only worker, the
         request keeps its place in the queue. Raises ApiError 503 when that takes too long, or nobody comes back."""
+        if not self.can_serve:
+            await self._recovered()
+
+    async def _recovered(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._worker_wait_s):
                 while not self.can_serve and self.is_recovering:

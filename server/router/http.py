@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import contextlib
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -25,6 +24,12 @@ from server.router.keys import Keys, Quota
 
 KV_HEADER = "x-pdctl-kv"
 MAX_BODY = 8 * 2**20  # to read it holds the event loop: a tenth of a second for as much
+_STREAM_HEADERS = (  # as sse_starlette writes them
+    (b"cache-control", b"no-cache"),
+    (b"connection", b"keep-alive"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
@@ -72,6 +77,8 @@ class Gate:
         given = headers.get("x-request-id", "")
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
+
+        scope["state"]["send"] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -123,19 +130,29 @@ async def read_body(request: Request) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """`work`'s result. Raises ClientDisconnect when the client leaves first; `work` has ended by then."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
+    """`work`'s result; it runs in this task, so that no other has to be woken for it. Raises ClientDisconnect when the
+    client leaves first; `work` has ended by then."""
+    task = asyncio.current_task()
+    assert task is not None
+    others, is_gone = task.cancelling(), False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await _disconnected(receive)
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.cancelling() == others + 1:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for each in (task, watch):
-            each.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await each
+        watcher.cancel()  # before it is done, or it is too late for it to cancel anything: there is no await between
+        if is_gone:
+            task.uncancel()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -144,7 +161,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events, whole ones as bytes; `first`: the first of them, when somebody asked for it already.
+    """Server-sent events, whole ones as bytes. `first`: those that are here already, or the task that waits for them.
 
     LF only and no comments unless `keepalive_s`: both break clients that read line by line.
     """
@@ -153,35 +170,51 @@ class EventStream(EventSourceResponse):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        first: "asyncio.Future[bytes] | None" = None,
+        first: "bytes | asyncio.Future[bytes]" = b"",
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            self._all(),
-            sep="\n",
-            ping=keepalive_s,
-            ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
-            headers={"Cache-Control": "no-cache", **(headers or {})},
-        )
-        self._first = first or asyncio.ensure_future(anext(events))
+        # The base class is made ready in `__call__`: what is here already does not wait for that.
+        self._first = first
         self._events = events
-
-    async def _all(self) -> AsyncGenerator[bytes, None]:
-        yield await self._first
-        async for chunk in self._events:
-            yield chunk
+        self._keepalive_s = keepalive_s
+        self._own = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Past the layers between: they look at heads. An event would go through each of them.
+        send_body: Send = scope["state"]["send"]
+
+        async def send_rest(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await send_body(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            if is_begun := isinstance(self._first, bytes) and bool(self._first):
+                own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._own.items()]
+                await send({"type": "http.response.start", "status": 200, "headers": [*own, *_STREAM_HEADERS]})
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            super().__init__(
+                self._all(),
+                sep="\n",
+                ping=self._keepalive_s,
+                ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
+                headers={**self._own, "Cache-Control": "no-cache"},
+            )
+            await super().__call__(scope, receive, send_rest if is_begun else send)
         finally:
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
 
+    async def _all(self) -> AsyncGenerator[bytes, None]:
+        if isinstance(self._first, asyncio.Future):
+            yield await self._first
+        async for chunk in self._events:
+            yield chunk
 
-async def close_stream(first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
+
+async def close_stream(first: "bytes | asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
     """Ends `events` wherever it is."""
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
+    if isinstance(first, asyncio.Future):
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
     await events.aclose()

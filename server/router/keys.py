@@ -6,13 +6,12 @@
 4. `Quota` counts the sequences that each key has in flight, and says 429 over the limit.
 """
 
-import contextlib
 import hashlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -51,9 +50,9 @@ class Keys:
 
         `Authorization: Bearer KEY`, or `X-Api-Key: KEY`.
         """
-        given = _given(headers)
         if not self._known():
             return ""
+        given = _given(headers)
         if not self.has(given):
             raise _unauthorized(given)
         return _digest(given).hex()[:16]
@@ -120,15 +119,11 @@ class Quota:
         self.most = most
         self.counts: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def hold(self, key: str) -> Iterator["Held"]:
-        """Raises ApiError 429."""
+    def hold(self, key: str) -> "Held":
+        """One sequence, for as long as the context lasts. Raises ApiError 429."""
         held = Held(self, key if self.most else "")
         held.grow(1)
-        try:
-            yield held
-        finally:
-            held.release()
+        return held
 
 
 class Held:
@@ -138,6 +133,12 @@ class Held:
         self._quota = quota
         self._key = key
         self._count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def grow(self, count: int) -> None:
         """To `count` sequences. Raises ApiError 429, and 400 when the key may never have as many."""

@@ -34,8 +34,7 @@ class Preparer:
         messages = self._messages(request)
 
         async def prepare(job: Job) -> None:
-            rendered = await self._render(request, messages, use)
-            job.prompts = [await self._encode(request, rendered, "messages", bool(request.add_special_tokens))]
+            job.prompts = [self._cut(request, await self._read(request, messages, use), "messages")]
             job.max_tokens = lengths(job, self._text.max_len, "messages")
             job.bounds = await self._bounds(request, constraint)
             if request.echo:
@@ -53,7 +52,7 @@ class Preparer:
 
         async def prepare(job: Job) -> None:
             special = request.add_special_tokens is not False
-            job.prompts = [await self._encode(request, prompt, "prompt", special) for prompt in prompts]
+            job.prompts = [await self._encode(request, prompt, special) for prompt in prompts]
             job.max_tokens = lengths(job, self._text.max_len, "prompt")
             job.bounds = await self._bounds(request, constraint)
             if request.echo:
@@ -77,8 +76,7 @@ class Preparer:
             raise bad_request("chat_template", "chat_template: this server does not take one from requests")
         if request.messages is not None:
             use = tools.read(ChatRequest(tools=request.tools))
-            text = await self._render(request, self._messages(request), use)
-            return await self._text.encode(text, "messages", special=bool(request.add_special_tokens))
+            return await self._read(request, self._messages(request), use)
         if request.prompt is None:
             raise bad_request("prompt", "prompt: give prompt or messages")
         special = request.add_special_tokens is not False
@@ -90,10 +88,10 @@ class Preparer:
         resume, generation = bool(request.continue_final_message), request.add_generation_prompt
         return checks.read_messages(request.messages, resume=resume, generation=generation)
 
-    async def _render(
+    async def _read(
         self, request: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], use: ToolUse | None
-    ) -> str:
-        resume = bool(request.continue_final_message)
+    ) -> list[int]:
+        resume, special = bool(request.continue_final_message), bool(request.add_special_tokens)
         extra = checks.read_kwargs(request.chat_template_kwargs)
         if not self._text.knows_tools:
             messages = [tools.flatten(message) for message in messages]
@@ -101,18 +99,23 @@ class Preparer:
         elif use is not None:
             extra = {**extra, "tools": use.tools}
         generation = not resume and request.add_generation_prompt is not False
-        return await self._text.render_chat(messages, generation=generation, resume=resume, extra=extra)
+        return await self._text.encode_chat(
+            messages, generation=generation, resume=resume, special=special, extra=extra
+        )
 
-    async def _encode(self, request: Request, prompt: str | list[int], param: str, special: bool) -> list[int]:
-        cut = request.truncate_prompt_tokens
-        if isinstance(prompt, str):
-            prompt = await self._text.encode(prompt, param, special=special)
-        if not prompt:
+    async def _encode(self, request: Request, prompt: str | list[int], special: bool) -> list[int]:
+        ids = await self._text.encode(prompt, "prompt", special=special) if isinstance(prompt, str) else prompt
+        return self._cut(request, ids, "prompt")
+
+    def _cut(self, request: Request, ids: list[int], param: str) -> list[int]:
+        """As the request wants it."""
+        if not ids:
             raise bad_request(param, f"{param}: no tokens in it")
+        cut = request.truncate_prompt_tokens
         if cut is None:
-            return prompt
+            return ids
         keep = max(1, self._text.max_len - (request.limit or 1)) if cut == -1 else cut
-        return prompt[:keep] if request.truncation_side == "right" else prompt[-keep:]
+        return ids[:keep] if request.truncation_side == "right" else ids[-keep:]
 
     async def _bounds(self, request: Request, constraint: Constraint) -> Bounds:
         """Raises ApiError 400 for a grammar that is none."""

@@ -1,9 +1,11 @@
 """HTTP/1.1 as uvicorn and httptools read it, with what they leave out: a limit on headers, and errors as objects.
 
 A request line and headers are kept until the last of them is here, so a client that never ends them must be stopped.
+A response's head leaves in one write with the first of its body, where that comes in the same turn of the loop.
 """
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,12 +17,46 @@ MAX_HEADERS = 200
 _PHRASE = {400: "Bad Request", 431: "Request Header Fields Too Large"}
 
 
+class HeadWithBody:
+    """A transport for responses: to wake a client costs as much for a head alone as for a head and an event."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/"):  # a head, or a body that looks like one, which may wait as well
+            self._head = data
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head:
+            data, self._head = self._head, b""
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", HeadWithBody(transport, self.loop))
 
     def on_message_begin(self) -> None:
         self._head = 0

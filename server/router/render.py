@@ -68,16 +68,13 @@ class Format:
     def chunks(self, output: Output) -> bytes:
         """The events for `output`, b"" when it has nothing to say yet."""
         choice = self._choice(output.index)
-        if choice.frame is not None and not output.finish_reason:
+        if choice.is_begun and not output.finish_reason and (frame := self._frame(output.index, choice)):
             text = output.delta.text
-            return _json(text).join(choice.frame) if text else b""
+            return _json(text).join(frame) if text else b""
         choice.pieces += output.delta.pieces
         if self._job.request.return_token_ids:
             choice.ids += output.delta.ids
         parts = [] if choice.is_begun else self._opening(output.index, choice)
-        if not choice.is_begun and self._is_plain:
-            before, after = event(self._chunk(self._content(output.index, Choice(), _BLANK))).split(_encode(_BLANK))
-            choice.frame = before, after
         choice.is_begun = True
         parts += self._contents(output, choice)
         if output.finish_reason:
@@ -89,6 +86,13 @@ class Format:
         if self._is_over and not self._job.request.include_usage:
             self._add_timing(chunks[-1])
         return b"".join(event(chunk) for chunk in chunks)
+
+    def _frame(self, index: int, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Made for the second event of a choice: the first one is waited for."""
+        if choice.frame is None and self._is_plain:
+            before, after = event(self._chunk(self._content(index, Choice(), _BLANK))).split(_encode(_BLANK))
+            choice.frame = before, after
+        return choice.frame
 
     def _contents(self, output: Output, choice: Choice) -> list[dict[str, Any]]:
         """What `output` adds to a stream."""

@@ -67,8 +67,10 @@ def _json(field: str, value: Any) -> str:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise refused(field, "the schema is not valid JSON") from error
+        except RecursionError as error:
+            raise refused(field, "the schema is nested too deeply") from error
     if not isinstance(value, dict | bool):
         raise refused(field, "the schema must be an object")
     return _of_schema(field, value)

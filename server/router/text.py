@@ -1,6 +1,7 @@
 """Text lives here only: workers see token ids.
 
-1. In: chat template and tokenizer, in threads, so that a long prompt does not stop the streams of others.
+1. In: chat template and tokenizer, in threads, so that a long prompt does not stop the streams of others; a short one
+   would not.
 2. Out, for each sequence: `Detokenizer` turns ids into text, whole characters only; `StopScanner` looks for stop
    strings and holds back what may be the beginning of one; `Decoder` joins both and lines the tokens' logprobs up.
 
@@ -29,6 +30,7 @@ from server.sequence import Token
 
 # A UTF-8 character has at most 4 bytes and a token at least one: more held tokens than this are no character to come.
 MAX_HELD = 8
+SHORT = 256  # characters: tokenized in a tenth of a millisecond, sooner than a thread can be asked to
 CONTEXT_IDS = 4  # enough for a decoder to see that a word goes on
 R = TypeVar("R")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -71,27 +73,37 @@ class Text:
     # in
 
     async def encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`. What is too long for the model even if all its tokens were the longest is refused before
-        it costs anything, also where it is to be cut or only counted."""
-        at_least = len(text) // self._longest
-        if at_least > self.max_len:
-            raise context_too_long(self.max_len, at_least, param, at_least=True)
-        return await self._in_thread(self._encode, text, special)
+        """Token ids of `text`. Raises ApiError 400."""
+        if len(text) <= SHORT:
+            return self._encode(text, param, special)
+        return await self._in_thread(self._encode, text, param, special)
 
     async def _in_thread(self, work: Callable[..., R], *args: Any) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, param: str, special: bool) -> list[int]:
+        """What is too long for the model even if all its tokens were the longest is refused before it costs anything,
+        also where it is to be cut or only counted."""
+        at_least = len(text) // self._longest
+        if at_least > self.max_len:
+            raise context_too_long(self.max_len, at_least, param, at_least=True)
+        return self._ids(text, special)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
         # `encode` holds the interpreter lock to its end, and with it every stream; a batch of one does not.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
 
-    async def render_chat(
-        self, messages: list[dict[str, Any]], *, generation: bool, resume: bool, extra: dict[str, Any]
-    ) -> str:
-        """The chat template's text. It brings its own BOS, so encode it with special=False."""
-        return await self._in_thread(self._render, messages, generation, resume, extra)
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], *, generation: bool, resume: bool, special: bool, extra: dict[str, Any]
+    ) -> list[int]:
+        """Token ids of the chat template's text; it brings its own BOS, `special` is for more. Raises ApiError 400."""
+
+        def work() -> list[int]:
+            return self._encode(self._render(messages, generation, resume, extra), "messages", special)
+
+        return await self._in_thread(work)
 
     def _render(self, messages: list[dict[str, Any]], generation: bool, resume: bool, extra: dict[str, Any]) -> str:
         if not self._hf.chat_template:
@@ -110,9 +122,7 @@ class Text:
         return await self._in_thread(self.spellings_now, words) if words else ()
 
     def spellings_now(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
-        found = {
-            tuple(self._encode(spelled, special=False)) for word in words for spelled in (word, " " + word.lstrip())
-        }
+        found = {tuple(self._ids(spelled, special=False)) for word in words for spelled in (word, " " + word.lstrip())}
         return tuple(sorted(found - {()}))
 
     async def check_grammar(self, grammar: str) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from server.config import STAGING_CHUNKS
 from server.device import wait_for
 from server.errors import TransferError
 from server.messages import ChunkTag
@@ -32,7 +33,6 @@ from server.transfer.codec import Codec
 from server.transfer.coverage import runs, union
 
 _COUNTERS = "sent sent_bytes sent_kv_bytes encode_s resent send_failed unexpected"
-_STAGING_ROWS = 16  # encoded or gathered chunks under way, to all peers together
 
 
 @dataclass(slots=True, eq=False)
@@ -150,13 +150,17 @@ class Sender:
         transport.register(blocks)
         if self._is_staged:
             row_bytes = max(1, chunk_tokens // block_size) * blocks.shape[1]
-            self._staging = torch.zeros(_STAGING_ROWS, row_bytes, dtype=torch.uint8, device=blocks.device)
-            self._free_rows = list(range(_STAGING_ROWS))
+            self._staging = torch.zeros(STAGING_CHUNKS, row_bytes, dtype=torch.uint8, device=blocks.device)
+            self._free_rows = list(range(STAGING_CHUNKS))
             transport.register(self._staging)
 
     @property
     def is_busy(self) -> bool:
         return bool(self._posts)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.numel() if self._is_staged else 0
 
     @property
     def num_open(self) -> int:

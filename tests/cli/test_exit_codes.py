@@ -49,6 +49,8 @@ LINES: dict[str, list[tuple[int, tuple[str, ...]]]] = {
         (0, ("profile", "new", "mine")),
         (2, ("profile", "new", "other", "--set", "name.a=1")),
         (2, ("config", "schema", "-o", "/no/such/folder/schema.json")),
+        (2, ("down", "--drain", "soon")),
+        (2, ("wait", "--timeout", "0")),
         (0, ("plan", "--prompt", "2000", "--output", "99", "--rate", "1", "--prefill-tok-s", "9000",
              "--decode-tok-s", "900", "--requests", "20")),
     ],

@@ -27,7 +27,10 @@ def test_files_are_merged_by_time(tmp_path: Path) -> None:
     )
     b.write_text('{"t": 2, "level": "warn", "message": "two"}\n')
     assert [line.text for line in read([("a", a), ("b", b)], 10)] == ["one", "trace of one", "two", "three"]
-    assert [line.text for line in read([("a", a), ("b", b)], 1)] == ["two", "three"]
+    # The last lines are those of the stack, not of each process; of what is looked for where something is.
+    assert [line.text for line in read([("a", a), ("b", b)], 1)] == ["three"]
+    assert [line.text for line in read([("a", a), ("b", b)], 2)] == ["two", "three"]
+    assert [line.text for line in read([("a", a), ("b", b)], 1, lambda line: "o" in line.text)] == ["two"]
 
 
 def test_the_last_line_is_the_cause_of_an_end(tmp_path: Path) -> None:

@@ -155,6 +155,16 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(loaded.origin(("name",))) == "--name"
 
 
+def test_a_name_that_is_nearly_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDCTL_ROUTER__PORT", "9000")
+    with pytest.raises(ConfigError, match="PDCTL_ROUTER__PORT is not read") as caught:
+        load(write(BASE))
+    assert caught.value.help.startswith("PDCTL__ROUTER__PORT")
+    monkeypatch.delenv("PDCTL_ROUTER__PORT")
+    monkeypatch.setenv("PDCTL__ROUTER__PORT", "9000")
+    assert load(write(f"{BASE}[router]\nport = 8001\n")).config.router.port == 9000
+
+
 def test_set_is_over_flags() -> None:
     assert load(write(BASE), sets=["name=b"], flags={"name": "a"}).config.name == "b"
 

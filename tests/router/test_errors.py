@@ -1,6 +1,7 @@
 """The 400 list of the contract, and the other refusals: object body, the field's name, small, and never a 5xx."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -370,7 +371,7 @@ async def test_internal_error_tells_nothing(start: Start, monkeypatch: pytest.Mo
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("/secret/path")
 
-    monkeypatch.setattr(cluster.stack.text, "render_chat", broken)
+    monkeypatch.setattr(cluster.stack.text, "encode_chat", broken)
     error = check_error(await cluster.chat(), 500)
     assert error["message"] == "internal error"
 
@@ -400,3 +401,21 @@ async def test_texts_without_end(start: Start) -> None:
     # More tokens than the model takes may be counted; that needs no model.
     assert (await cluster.post("/tokenize", {"prompt": "word " * 100})).json["count"] > 32
     assert (await cluster.post("/detokenize", {"tokens": [5] * 32})).status == 200
+
+
+MESSAGE = '{"role": "user", "content": "x", "z": %s}'
+
+
+@pytest.mark.parametrize("value", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900])
+@pytest.mark.parametrize("body", ['{"messages": %s}', f'{{"messages": [{MESSAGE}]}}', '{"z": %s}'])
+async def test_nesting_is_what_is_wrong(start: Start, value: str, body: str) -> None:
+    """Not the field that it is found in; brackets within a text are none."""
+    cluster = await start(colocated=1)
+    answer = await cluster.request("POST", "/v1/chat/completions", (body % value).encode())
+    assert answer.status == 400
+    error = answer.json["error"]
+    assert "nested too deeply" in error["message"] and error["param"] is None
+    text = "[{" * 400 + chr(92) + '"'
+    messages = [{"role": "user", "content": text}]
+    answer = await cluster.request("POST", "/tokenize", json.dumps({"messages": messages}).encode())
+    assert answer.status == 200 and answer.json["count"] > 100

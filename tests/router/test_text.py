@@ -183,7 +183,7 @@ def test_a_long_text_does_not_hold_the_interpreter(text: Text) -> None:
     counter = threading.Thread(target=count)
     counter.start()
     before = turns
-    text._encode("the quick brown fox " * 50_000, special=False)
+    text._ids("the quick brown fox " * 50_000, special=False)
     during = turns - before
     over.set()
     counter.join(10)

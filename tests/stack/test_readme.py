@@ -1,4 +1,4 @@
-"""Every command in the README works as written: curl, the SDK and pdctl against a live stack, make by .ci/run."""
+"""Every command in the README and docs/tuning.md works: curl, the SDK, pdctl against a stack, make by .ci/run."""
 
 import os
 import re
@@ -12,17 +12,18 @@ import pytest
 from tests.stack.harness import ROOT, Running, running
 
 README = (ROOT / "README.md").read_text()
+TUNING = (ROOT / "docs" / "tuning.md").read_text()
 DEMO = (ROOT / "profiles" / "demo.toml").read_text().replace("port = 8000", "port = 0").replace("{", "{{")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
 
 
-def commands() -> list[str]:
+def commands(page: str = README) -> list[str]:
     """One entry a command of the sh blocks; a command goes on while a quote is open."""
     found: list[str] = []
-    for line in "".join(blocks("sh")).splitlines():
+    for line in "".join(blocks("sh", page)).splitlines():
         if found and found[-1].partition("#")[0].count("'") % 2:
             found[-1] += "\n" + line
         else:
@@ -63,6 +64,12 @@ def test_command(stack: Running, command: str) -> None:
     assert done.stdout + done.stderr
     if command.startswith("curl"):
         assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("command", commands(TUNING))
+def test_tuning(stack: Running, command: str) -> None:
+    done = shell(stack, command)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sdk(stack: Running, capsys: pytest.CaptureFixture[str]) -> None:

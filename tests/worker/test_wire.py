@@ -140,8 +140,9 @@ async def test_what_is_no_hello_ends_the_connection(where: str, data: bytes, kin
 async def test_a_peer_that_does_not_read_is_cut_off(where: str) -> None:
     """The send buffer stands still for as long as the limit: the connection ends, and nobody waited for it."""
     async with serving(where) as server:
-        reader, writer = await asyncio.open_unix_connection(server.address.removeprefix("unix:"))
-        channel = Channel(reader, writer, send_timeout_s=0.05)
+        _, channel = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Channel(send_timeout_s=0.05), server.address.removeprefix("unix:")
+        )
         for _ in range(64):
             channel.send(Load(0, 0, 0, 0, 0, 0, 0, 0, integrity="x" * 2**17))
         async with asyncio.timeout(10):
