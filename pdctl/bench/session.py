@@ -53,9 +53,16 @@ class Plan:
 
 
 class Session:
-    def __init__(self, plan: Plan, tell: Callable[[int, int, str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tell: Callable[[int, int, str], None],
+        keep: Callable[[dict[str, Any]], None] = lambda result: None,
+    ) -> None:
+        """`keep` gets what there is after each round of a mode, so that a bench that is cut short still counts."""
         self._plan = plan
         self._tell = tell
+        self._keep = keep
         self._cells = {(m.name, k): Cell(m.name, k) for m in plan.modes for k in plan.keys}
         self._targets: dict[str, Target] = {}
         self._calibration = calibrate.empty()
@@ -70,7 +77,10 @@ class Session:
                 for mode in plan.modes[:: -1 if number % 2 else 1]:
                     target, is_new = stage.on(mode)
                     self._targets[mode.name] = target
-                    asyncio.run(self._round(target, number, is_new))
+                    try:
+                        asyncio.run(self._round(target, number, is_new))
+                    finally:
+                        self._keep(self._result(started))
         return self._result(started)
 
     async def _round(self, target: Target, number: int, is_new: bool) -> None:
@@ -90,7 +100,7 @@ class Session:
 
     def _longest(self) -> int:
         """Prompt of the grid; a trace has its own lengths, and calibrates the usual ones."""
-        grid = max(key.shape.prompt for key in self._plan.keys)
+        grid = max(key.shape.longest for key in self._plan.keys)
         return grid or min(calibrate.PROMPTS[-1], self._plan.max_len or calibrate.PROMPTS[-1])
 
     async def _warm_up(self, driver: Driver, target: Target) -> None:
@@ -121,8 +131,10 @@ class Session:
     def _result(self, started: float) -> dict[str, Any]:
         plan = self._plan
         found = [cell for cell in self._cells.values() if cell.runs]
+        calibration = self._calibration
         if not plan.is_calibrating:
-            derive(found, self._targets, self._calibration)
+            calibration = calibrate.empty()
+            derive(found, self._targets, calibration)
         return {
             "version": 1,
             "kind": "bench",
@@ -131,9 +143,10 @@ class Session:
             "box": box(),
             "slo": {"ttft_ms": plan.ttft_s * 1e3, "tpot_ms": plan.tpot_s * 1e3},
             "rounds": plan.rounds,
+            "is_whole": self._num_done == plan.num_runs,
             "modes": [self._targets[m.name].to_json() for m in plan.modes if m.name in self._targets],
             "cells": [cells.to_json(cell, plan.ttft_s, plan.tpot_s) for cell in found],
-            "calibration": self._calibration,
+            "calibration": calibration,
         }
 
 

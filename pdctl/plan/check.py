@@ -15,7 +15,8 @@ from pdctl.plan.tally import Slo
 from pdctl.render import table
 
 QUANTITIES = ("ttft", "tpot", "goodput")
-MIN_REQUESTS = 40
+MIN_REQUESTS = 40  # of a cell that does not say how many it had
+CLOSE = 0.05  # means of TTFT no further apart than this stand in no order
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Graded:
     rate: float
     is_fitted: bool
     values: dict[str, tuple[float, float]]
+    ttft_between: tuple[float, float]  # 95 % interval of the measured mean
 
     def error(self, quantity: str) -> float | None:
         """As a share of what was measured; None where that is 0 and the prediction is not."""
@@ -59,12 +61,13 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
     assert layout is not None
     shared, turns = float(cell.get("shared") or 0), int(cell.get("turns") or 1)
     # Of a conversation the first prompt is asked for; what came is the mean over its turns.
-    prompt = cell["prompt"] if turns > 1 else round(cell["prompt_tokens"])
-    lengths = Lengths(prompt, round(cell["output_tokens"]), shared=shared, turns=turns)
+    mix = tuple(cell.get("mix") or ())
+    prompt = cell["prompt"] if turns > 1 or mix else round(cell["prompt_tokens"])
+    lengths = Lengths(prompt, round(cell["output_tokens"]), shared=shared, turns=turns, mix=mix)
     sizes = replace(sizes, prefix_cache=lengths.has_prefixes)
     concurrency, rate = int(cell.get("concurrency") or 0), float(cell.get("rate") or 0)
-    count = max(MIN_REQUESTS, 8 * concurrency)
-    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency)
+    count = _num_requests(cell)
+    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency or count // 10)
     load = closed(count, lengths) if concurrency else poisson(rate, count, lengths, burst=cell.get("burst") or 1.0)
     seen = cluster.run(load, concurrency=concurrency)
     values = {
@@ -72,7 +75,16 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
         "tpot": (seen.tpot_mean * 1e3, cell["tpot_ms"]["mean"]),
         "goodput": (seen.goodput, cell["goodput"]),
     }
-    return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, bool(cell.get("fitted")), values)
+    ttft = cell["ttft_ms"]
+    between = (ttft.get("low", ttft["mean"]), ttft.get("high", ttft["mean"]))
+    is_fitted = bool(cell.get("fitted"))
+    return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, is_fitted, values, between)
+
+
+def _num_requests(cell: dict[str, Any]) -> int:
+    """Of one round. A closed loop of few requests is not that of many: its users start together and end apart."""
+    rounds = int(cell.get("rounds") or 0)
+    return round((cell["requests"] + cell.get("dropped", 0)) / rounds) if rounds else MIN_REQUESTS
 
 
 def medians(graded: list[Graded]) -> dict[str, float]:
@@ -83,7 +95,8 @@ def medians(graded: list[Graded]) -> dict[str, float]:
 
 
 def ranking(graded: list[Graded]) -> tuple[int, int]:
-    """(cells in which the modes stand in the measured order of TTFT, cells that have several modes)."""
+    """(loads under which the modes stand in the measured order of TTFT, loads with several modes). Two modes whose
+    measured intervals overlap, or whose means are within CLOSE, have no order."""
     groups: dict[tuple[int, int, int, float], list[Graded]] = {}
     for g in graded:
         groups.setdefault((g.prompt, g.output, g.concurrency, g.rate), []).append(g)
@@ -92,9 +105,13 @@ def ranking(graded: list[Graded]) -> tuple[int, int]:
 
 
 def _same_order(group: list[Graded]) -> bool:
-    predicted = sorted(group, key=lambda g: g.values["ttft"][0])
-    measured = sorted(group, key=lambda g: g.values["ttft"][1])
-    return [g.mode for g in predicted] == [g.mode for g in measured]
+    pairs = [(a, b) for a in group for b in group if _is_clearly_sooner(a, b)]
+    return all(a.values["ttft"][0] < b.values["ttft"][0] for a, b in pairs)
+
+
+def _is_clearly_sooner(a: Graded, b: Graded) -> bool:
+    is_apart = a.values["ttft"][1] * (1 + CLOSE) < b.values["ttft"][1]
+    return is_apart and a.ttft_between[1] < b.ttft_between[0]
 
 
 def to_json(graded: list[Graded], source: str) -> dict[str, Any]:
@@ -135,5 +152,5 @@ def show(graded: list[Graded]) -> str:
     header = ("MODE", "PROMPT", "LOAD", "TTFT MS", "TPOT MS", "GOODPUT/S", "")
     right, total = ranking(graded)
     errors = ", ".join(f"{q} {error:.0%}" for q, error in medians(graded).items())
-    order = f"; modes in the measured order of TTFT in {right} of {total} cells" if total else ""
+    order = f"; modes in the measured order of TTFT in {right} of {total} loads" if total else ""
     return f"predicted / measured\n{table(rows, header)}\nmedian error: {errors}{order}"

@@ -21,6 +21,7 @@ from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo, Summary, Tally
 from pdctl.plan.worker import TOKEN, Request, SimWorker
 from server.engine.block_pool import BlockPool
+from server.engine.local_prefill import LocalPrefill
 from server.engine.scheduler import Limits, Step
 from server.router.attempt import Plan
 from server.sequence import SamplingParams, SeqId
@@ -58,7 +59,8 @@ class Sizes:
     chunk_tokens: int = 1024
     max_seqs: int = 16
     max_running: int = 64
-    local_prefill_tokens: int | None = 256
+    local_prefill_tokens: int | None = 256  # of a decode worker's first steps; for ever without an objective
+    tpot_objective_s: float = 0.0  # by which its later steps measure how many they carry, as the server's do
     num_blocks: int = 16_384
     block_size: int = 16
     age_limit_s: float = 5.0
@@ -82,7 +84,8 @@ class Cluster:
         can_leap: bool = True,
     ) -> None:
         self.now = 0.0
-        self.tally = Tally(slo, skip)
+        self.tally = Tally(slo)
+        self._num_warm_up = skip
         self._layout, self._stages, self._sizes = layout, stages, sizes or Sizes()
         self._can_leap = can_leap
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
@@ -136,9 +139,15 @@ class Cluster:
                 self.tally.gaps,
                 self._slowdown if self._stages.has_contention else None,
                 self._can_leap,
+                self._local_prefill(role),
             )
             for i in range(size)
         ]
+
+    def _local_prefill(self, role: str) -> LocalPrefill | None:
+        objective, start = self._sizes.tpot_objective_s, self._sizes.local_prefill_tokens
+        is_measured = role == "decode" and objective > 0 and self._layout.threshold > 0
+        return LocalPrefill(objective, start) if is_measured and start is not None else None
 
     def _blocks(self) -> BlockPool:
         pool = BlockPool(self._sizes.num_blocks, self._sizes.block_size, self._sizes.prefix_cache)
@@ -207,7 +216,8 @@ class Cluster:
                 self._at(self.now + max(RETRY_S, self._stages.router_s), self._next, None)
             return
         seq_id, params = SeqId("sim", next(self._count), 0), SamplingParams(max_tokens=output)
-        request = Request(seq_id, self.now, prompt, params, then=then)
+        request = Request(seq_id, self.now, prompt, params, then=then, is_warm_up=self._num_warm_up > 0)
+        self._num_warm_up -= request.is_warm_up
         self._look()
         self._send(request, self.router.choose(prompt, self.now))
 
@@ -346,7 +356,8 @@ class Cluster:
     def _done(self, request: Request) -> None:
         self.router.over(request)
         output = request.params.max_tokens
-        self.tally.add(request.arrival, request.first, request.last, output, request.transfer_s)
+        if not request.is_warm_up:
+            self.tally.add(request.arrival, request.first, request.last, output, request.transfer_s)
         if request.then:
             more, *then = request.then
             self._ask_for(request.prompt + [TOKEN.id] * output + self._fresh(more), output, tuple(then))

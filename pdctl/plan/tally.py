@@ -62,17 +62,17 @@ class Summary:
 
 
 class Tally:
-    """Requests that finished; the first `skip` of them are warm-up."""
+    """Requests that finished, those of a warm-up left out. Rates are over the time from the first arrival to the last
+    end, as `pdctl bench` has them."""
 
-    def __init__(self, slo: Slo | None = None, skip: int = 0) -> None:
+    def __init__(self, slo: Slo | None = None) -> None:
         self.slo = slo or Slo()
         self.ttft, self.tpot, self.e2e, self.transfer = array("d"), array("d"), array("d"), array("f")
         self.gaps = Gaps()
         self.num_tokens = 0
         self.num_attained = 0
         self.num_refused = 0
-        self._skip = skip
-        self._since: float | None = None
+        self._since = math.inf
         self._until = 0.0
 
     @property
@@ -84,11 +84,7 @@ class Tally:
         self.num_refused += 1
 
     def add(self, arrival: float, first: float, last: float, num_output: int, transfer_s: float = 0.0) -> None:
-        if self._skip:
-            self._skip -= 1
-            return
-        if self._since is None:
-            self._since = last
+        self._since = min(self._since, arrival)
         self._until = last
         ttft = first - arrival
         tpot = (last - first) / (num_output - 1) if num_output > 1 else 0.0
@@ -101,9 +97,9 @@ class Tally:
 
     def summary(self, utilisation: dict[str, float], most_waiting: int = 0) -> Summary:
         count = len(self.ttft)
-        seconds = max(1e-9, self._until - (self._since or 0.0))
+        seconds = max(1e-9, self._until - self._since)
         ttft, tpot = sorted(self.ttft), sorted(self.tpot)
-        rate, attained = (count - 1) / seconds, self.num_attained / max(1, count + self.num_refused)
+        rate, attained = count / seconds, self.num_attained / max(1, count + self.num_refused)
         return Summary(
             num_requests=count,
             seconds=seconds,

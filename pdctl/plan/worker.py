@@ -12,9 +12,10 @@ from pdctl.plan.leap import LeapingScheduler
 from pdctl.plan.stages import StepModel
 from pdctl.plan.tally import Gaps
 from server.engine.block_pool import BlockPool
+from server.engine.local_prefill import LocalPrefill
 from server.engine.scheduler import Limits, Step
 from server.router.attempt import Plan
-from server.sequence import Batch, SamplingParams, SeqId, Sequence, Token
+from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
 
 TOKEN = Token(0)
 
@@ -32,6 +33,7 @@ class Request:
     transfer_s: float = 0.0
     read_from: float = -1.0  # when its prompt began to be read
     num_cached: int = 0  # tokens of it that were not read
+    is_warm_up: bool = False  # not counted
     then: tuple[int, ...] = ()  # tokens that its user adds in each further turn
     plan: Plan = None  # type: ignore[assignment]  # from when a router has chosen
 
@@ -86,6 +88,7 @@ class SimWorker:
         gaps: Gaps,
         slowdown: Callable[["SimWorker", bool], float] | None = None,
         can_leap: bool = True,
+        local_prefill: LocalPrefill | None = None,
     ) -> None:
         self.name = name
         self.scheduler = LeapingScheduler(limits, pool, clock)
@@ -100,7 +103,9 @@ class SimWorker:
         self._gaps = gaps
         self._slowdown = slowdown
         self._can_leap = can_leap and slowdown is None  # what the others do may change during a leap
+        self._local_prefill = local_prefill
         self._batch: Batch | None = None
+        self._began = 0.0  # of the batch under way
         self._leap: Leap | None = None
         self._version = 0  # of the event that ends the step under way; older ones are void
         self._is_decoding = False  # the batch under way holds no prompt
@@ -135,7 +140,7 @@ class SimWorker:
         batch = self.scheduler.schedule()
         if not batch.slices:
             return
-        self._batch = batch
+        self._batch, self._began = batch, now
         seconds = self._seconds(batch)
         self.busy_s += seconds
         self._version += 1
@@ -165,6 +170,7 @@ class SimWorker:
         if version != self._version or self._batch is None:
             return
         batch, self._batch = self._batch, None
+        self._observe(batch, self._clock() - self._began)
         slices = batch.slices
         tokens: list[Token | None] = (
             [TOKEN] * len(slices) if self._is_decoding else [TOKEN if piece.samples else None for piece in slices]
@@ -174,6 +180,12 @@ class SimWorker:
             sampled(self, step)
         self.after_step(self)
         self.look()
+
+    def _observe(self, batch: Batch, seconds: float) -> None:
+        """How many prompt tokens the next steps may carry beside what decodes."""
+        if self._local_prefill is not None:
+            self._local_prefill.observe(batch, seconds)
+            self.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
     def _take_off(self, num_steps: int) -> None:
         running = self.scheduler.running
@@ -202,6 +214,9 @@ class SimWorker:
         first, last = leap.after(1), leap.after(k)
         self.busy_s += last - leap.start
         running = scheduler.running
+        if self._local_prefill is not None:
+            slices = [Slice(seq, seq.num_computed - 1, 1) for seq in running]
+            self._observe(Batch(slices), (last - leap.start) / k)
         for seq in running:
             request = seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
             add(first - request.last)
