@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,7 @@ def bench(asked: Asked, *, fail_on: tuple[str, ...], output: Path | None, report
     progress = Progress()
     # As Ctrl-C: whatever stack is up goes down.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
-    keep = partial(_write, output) if output is not None else (lambda result: None)
+    keep: Callable[[dict[str, Any]], None] = partial(_write, output) if output is not None else _forget
     try:
         result = Session(plan, progress.show, keep).run()
     finally:
@@ -161,6 +161,9 @@ def _write(file: Path, result: dict[str, Any]) -> None:
     beside = file.with_name(file.name + ".part")
     beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     beside.replace(file)
+
+
+def _forget(result: dict[str, Any]) -> None: ...
 
 
 def tell(result: dict[str, Any]) -> None:

@@ -154,12 +154,11 @@ class Cluster:
         pool.is_watched = self._sizes.prefix_cache
         return pool
 
-    def _slowdown(self, worker: SimWorker, is_decoding: bool) -> float:
-        """By those who compute as this step begins, `worker` not counted."""
-        workers = (*self._readers, *self._writers)
-        busy = sum(other.is_computing for other in workers if other is not worker)
-        most = self._stages.decode_contention if is_decoding else self._stages.prompt_contention
-        return 1 + most * busy / max(1, len(workers) - 1)
+    def _slowdown(self, worker: SimWorker) -> tuple[float, float]:
+        """Of reading and of writing, by what the others compute as this step begins."""
+        others = [other for other in (*self._readers, *self._writers) if other is not worker and other.is_computing]
+        num_writers = sum(other.is_decoding for other in others)
+        return self._stages.contention.slowdown(len(others) - num_writers, num_writers, len(self._workers) - 1)
 
     # The event loop
 

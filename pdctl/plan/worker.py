@@ -86,7 +86,7 @@ class SimWorker:
         at: Callable[[float, Callable[[int], None], int], None],
         sampled: Callable[["SimWorker", Step], None],
         gaps: Gaps,
-        slowdown: Callable[["SimWorker", bool], float] | None = None,
+        slowdown: Callable[["SimWorker"], tuple[float, float]] | None = None,
         can_leap: bool = True,
         local_prefill: LocalPrefill | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class SimWorker:
         self._began = 0.0  # of the batch under way
         self._leap: Leap | None = None
         self._version = 0  # of the event that ends the step under way; older ones are void
-        self._is_decoding = False  # the batch under way holds no prompt
+        self.is_decoding = False  # the batch under way holds no prompt
         self.after_step: Callable[[SimWorker], None] = lambda worker: None
 
     @property
@@ -162,9 +162,12 @@ class SimWorker:
                 request: Request = piece.seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
                 if request.read_from < 0:
                     request.read_from, request.num_cached = self._clock(), piece.start
-        self._is_decoding = not num_prompt
-        seconds = model.step_s(num_prompt, prompt_context, num_decoding, context)
-        return seconds if self._slowdown is None else seconds * self._slowdown(self, self._is_decoding)
+        self.is_decoding = not num_prompt
+        reading, writing = model.parts_s(num_prompt, prompt_context, num_decoding, context)
+        if self._slowdown is None:
+            return reading + writing
+        of_reading, of_writing = self._slowdown(self)
+        return reading * of_reading + writing * of_writing
 
     def _finish(self, version: int) -> None:
         if version != self._version or self._batch is None:
@@ -173,7 +176,7 @@ class SimWorker:
         self._observe(batch, self._clock() - self._began)
         slices = batch.slices
         tokens: list[Token | None] = (
-            [TOKEN] * len(slices) if self._is_decoding else [TOKEN if piece.samples else None for piece in slices]
+            [TOKEN] * len(slices) if self.is_decoding else [TOKEN if piece.samples else None for piece in slices]
         )
         sampled = self._sampled
         for step in self.scheduler.update(batch, tokens):

@@ -40,10 +40,23 @@ def test_terms_are_found_again() -> None:
 
 def test_contention_is_found_and_taken_out() -> None:
     both: dict[str, Any] = calibration()
-    both["decode"] += [[role, b, c, s * 1.7, 1] for role, b, c, s, _ in both["decode"]]
-    both["prefill"] += [[role, n, s * 1.2, 1] for role, n, s, _ in both["prefill"]]
+    decode, prefill = both["decode"], both["prefill"]
+    both["decode"] = [
+        [role, *p, s * more, busy]
+        for role, ratio in (("colocated", 1.7), ("decode", 1.4))
+        for _, *p, s, _ in decode
+        for busy, more in ((0, 1.0), (1, ratio))
+    ]
+    both["prefill"] = [
+        [role, *p, s * more, busy]
+        for role, ratio in (("colocated", 1.2), ("prefill", 1.1))
+        for _, *p, s, _ in prefill
+        for busy, more in ((0, 1.0), (1, ratio))
+    ]
     found, alone = fit(both, "made up"), fit(calibration(), "made up")
-    assert (found.prompt_contention, found.decode_contention) == pytest.approx((0.2, 0.7))
+    assert found.contention.slowdown(1, 0, 1) == pytest.approx((1.2, 1.4)), "while the other reads"
+    assert found.contention.slowdown(0, 1, 1) == pytest.approx((1.1, 1.7)), "while it writes"
+    assert found.contention.slowdown(0, 1, 2) == pytest.approx((1.05, 1.35)), "one of two"
     assert found.decode.decode_s(4, 700) == pytest.approx(alone.decode.decode_s(4, 700), rel=0.02)
     two = Cluster(Layout(colocated=2), found, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK))
     one = Cluster(Layout(colocated=2), found, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK))
