@@ -20,7 +20,7 @@ from pdctl.bench.loads import ids
 from pdctl.bench.sample import Sample
 from pdctl.bench.target import Target
 
-PROMPTS = (64, 256, 512, 1024, 2048)
+PROMPTS = (64, 192, 384, 768, 1536)  # others than a grid's: its cells shall be predictions
 BATCHES = (1, 2, 4, 8)
 CONTEXTS = (64, 1024)
 DECODE_TOKENS = 24
@@ -45,8 +45,8 @@ class Calibration:
             out["max_batch"] = target.sizes["max_running"]
 
     async def run(self, longest: int) -> None:
-        prompts = [n for n in PROMPTS if n <= longest]
-        contexts = [n for n in CONTEXTS if n <= longest]
+        prompts = [n for n in PROMPTS if n <= longest] or [longest]
+        contexts = sorted({min(n, longest) for n in CONTEXTS})
         has_pools = self._target.has_pools
         await self._prompts(prompts, 1, busy=0)
         await self._decoding(contexts, BATCHES if has_pools else (1,), 1, busy=0)
