@@ -25,9 +25,8 @@ mkdir -p "$out"
 pdctl=("${PYTHON:-python}" -P -m pdctl)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# The hybrid of this machine: prompts under 512 tokens stay on one worker, and a step that decodes takes as much of a
-# prompt as keeps it near 80 ms (`slo.tpot_p95`), not the 40 ms that two cores cannot hold anyway.
-hybrid=hybrid=demo+hybrid.threshold_tokens=${THRESHOLD:-512}+slo.tpot_p95=${TPOT:-0.08}
+# The same two workers as `demo`; prompts under 256 tokens, the default of a profile that does not say, stay on one.
+hybrid=hybrid=demo+hybrid.threshold_tokens=${THRESHOLD:-256}
 pd=pd=demo
 slo=(--ttft 2s --tpot 80ms)
 
