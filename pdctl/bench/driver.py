@@ -57,12 +57,15 @@ class Driver:
         self._pool.close()
 
     async def send(self, prompt: list[int], output: int) -> Sample:
+        return await self.post("/v1/completions", self._body(prompt, output))
+
+    async def post(self, path: str, body: dict[str, Any]) -> Sample:
         """Never raises for what the server does: a failed request is a sample with an error."""
-        body = _encode(self._body(prompt, output))
+        encoded = _encode(body)
         sent = time.perf_counter()
         try:
             async with asyncio.timeout(self._server.timeout_s):
-                answer = await self._pool.post("/v1/completions", body, "x-pdctl-timing: 1\r\n")
+                answer = await self._pool.post(path, encoded, "x-pdctl-timing: 1\r\n")
         except BrokenOff as error:
             return Sample(sent, error=str(error))
         except TimeoutError:

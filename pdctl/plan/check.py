@@ -13,6 +13,8 @@ from pdctl.plan.sim import Cluster, Layout, Sizes
 from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo
 from pdctl.render import table
+from server.router.choice import Rates
+from server.router.crossover import Mean
 
 QUANTITIES = ("ttft", "tpot", "goodput")
 MIN_REQUESTS = 40  # of a cell that does not say how many it had
@@ -48,7 +50,12 @@ def grade(result: dict[str, Any], stages: Stages, sizes: Sizes) -> list[Graded]:
     cells = [cell for cell in result.get("cells", []) if layouts.get(cell["mode"]) and cell.get("requests")]
     if not cells:
         raise UsageError("the result holds no cell of a stack whose workers are known")
-    return [_cell(c, layouts[c["mode"]], stages, own.get(c["mode"], sizes), slo) for c in cells]
+    learnt = {mode: Rates(Mean(), Mean()) for mode in layouts}
+    for _ in range(2):  # rounds: in the first one a router learns what it begins all later ones with
+        graded = [
+            _cell(c, layouts[c["mode"]], stages, own.get(c["mode"], sizes), slo, learnt[c["mode"]]) for c in cells
+        ]
+    return graded
 
 
 def _layout(mode: dict[str, Any]) -> Layout | None:
@@ -57,7 +64,7 @@ def _layout(mode: dict[str, Any]) -> Layout | None:
     return Layout(**layout) if layout else None
 
 
-def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Sizes, slo: Slo) -> Graded:
+def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Sizes, slo: Slo, rates: Rates) -> Graded:
     assert layout is not None
     shared, turns = float(cell.get("shared") or 0), int(cell.get("turns") or 1)
     # Of a conversation the first prompt is asked for; what came is the mean over its turns.
@@ -67,7 +74,7 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
     sizes = replace(sizes, prefix_cache=lengths.has_prefixes)
     concurrency, rate = int(cell.get("concurrency") or 0), float(cell.get("rate") or 0)
     count = _num_requests(cell)
-    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency or count // 10)
+    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency or count // 10, rates=rates)
     load = closed(count, lengths) if concurrency else poisson(rate, count, lengths, burst=cell.get("burst") or 1.0)
     seen = cluster.run(load, concurrency=concurrency)
     values = {

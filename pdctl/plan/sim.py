@@ -24,6 +24,7 @@ from server.engine.block_pool import BlockPool
 from server.engine.local_prefill import LocalPrefill
 from server.engine.scheduler import Limits, Step
 from server.router.attempt import Plan
+from server.router.choice import Rates
 from server.sequence import SamplingParams, SeqId
 
 AHEAD = 4
@@ -82,7 +83,9 @@ class Cluster:
         slo: Slo | None = None,
         skip: int = 0,
         can_leap: bool = True,
+        rates: Rates | None = None,
     ) -> None:
+        """`rates`: what the router knows of its workers from loads before this one."""
         self.now = 0.0
         self.tally = Tally(slo)
         self._num_warm_up = skip
@@ -108,6 +111,7 @@ class Cluster:
             prefill_queue_high=self._sizes.prefill_queue_high,
             rest_s=self._sizes.rest_s,
         )
+        self.router.chooser.rates = rates or self.router.chooser.rates
         self._seen = {seen.name: seen for seen in (*self.router.readers, *self.router.writers)}
         self._arrivals: Iterator[Arrival] = iter(())
         self._is_closed = False

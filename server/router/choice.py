@@ -21,6 +21,7 @@ from server.router.crossover import Crossover, Mean
 from server.router.timing import Record
 from server.router.worker import Worker
 
+UNSEEN = 2  # times slower than prefill workers: what a worker that decodes is taken for before it has read a prompt
 CLEARLY = 0.7  # a worker that decodes is only burdened with a prompt when that is so much sooner
 # A decode worker with as many tokens of the prompt is worth as much as one with one sequence less.
 TOKENS_A_SEQUENCE = 256
@@ -124,7 +125,7 @@ class Chooser:
             return False
         if prefill.num_reading >= self.queue_high > worker.num_reading:
             return True
-        rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / 4
+        rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / UNSEEN
         if not rate or not prefill.num_reading:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local
