@@ -116,3 +116,33 @@ def test_a_result_is_graded() -> None:
     assert graded[0].error("tpot") == pytest.approx(0, abs=0.03)
     assert "median error" in check.show(graded)
     assert check.to_json(graded, "x")["median_error"]["tpot"] < 0.03
+
+
+def graded(mode: str, predicted: float, measured: float, half: float = 10.0) -> check.Graded:
+    between = measured - half, measured + half
+    return check.Graded(mode, 512, 64, 8, 0.0, False, {"ttft": (predicted, measured)}, between)
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_right"),
+    [
+        ((graded("a", 90, 100), graded("b", 150, 200)), True),
+        ((graded("a", 150, 100), graded("b", 90, 200)), False),
+        ((graded("a", 95, 100), graded("b", 90, 104)), True),
+        ((graded("a", 150, 100, half=60), graded("b", 90, 200, half=60)), True),
+        ((graded("a", 95, 100), graded("b", 90, 104), graded("c", 80, 300)), False),
+    ],
+    ids=["as measured", "the other way", "as good as equal", "nobody can tell", "one of three"],
+)
+def test_order_of_modes(cells: tuple[check.Graded, ...], is_right: bool) -> None:
+    assert check.ranking(list(cells)) == (int(is_right), 1)
+
+
+def test_a_simulated_round_is_that_of_the_bench() -> None:
+    """One user: what comes after its first request, from when the second is sent to when the last one ends."""
+    stages = Stages(TRUE, TRUE, TRUE)
+    cluster = Cluster(Layout(colocated=1), stages, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK), skip=1)
+    seen = cluster.run(closed(5, Lengths(200, 20)), concurrency=1)
+    assert seen.num_requests == 4
+    assert 4 / seen.requests_s == pytest.approx(sum(cluster.tally.e2e))
+    assert seen.requests_s == pytest.approx(1 / (TRUE.prefill_s(200, CHUNK) + 19 * TRUE.decode_s(1, 210)), rel=0.01)
