@@ -74,7 +74,7 @@ class Cell:
         return sum(s.ttft <= ttft_s and (s.tpot or 0.0) <= tpot_s for s in self.flat) / max(1, count)
 
     def rate(self) -> float:
-        return len(self.flat) / max(1e-9, sum(run.seconds for run in self.runs))
+        return sum(run.num_done for run in self.runs) / max(1e-9, sum(run.seconds for run in self.runs))
 
 
 def to_json(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:

@@ -83,17 +83,20 @@ def drawn(prompt: int, mix: Sequence[int], random: Random) -> Iterator[int]:
 
 
 def items(shape: Shape, loop: Loop, count: int, seed: int) -> list[Item]:
+    return list(islice(endless(shape, loop, seed), count))
+
+
+def endless(shape: Shape, loop: Loop, seed: int) -> Iterator[Item]:
     random = Random(seed)
     common = ids(random, round(shape.prompt * shape.shared), shape.vocab)
     lengths = drawn(shape.prompt, shape.mix, random)
-    out, at = [], 0.0
-    for length in islice(lengths, count):
+    at = 0.0
+    for length in lengths:
         prompt = common + ids(random, max(1, length - len(common)), shape.vocab)
         then = [ids(random, shape.prompt, shape.vocab) for _ in range(shape.turns - 1)]
         if loop.rate:
             at += _gap(random, loop)
-        out.append(Item(prompt[:length], shape.output, at, then))
-    return out
+        yield Item(prompt[:length], shape.output, at, then)
 
 
 def _gap(random: Random, loop: Loop) -> float:

@@ -19,12 +19,13 @@ from pdctl.bench.calibrate import Calibration
 from pdctl.bench.cells import Cell, Key
 from pdctl.bench.driver import Driver, Run
 from pdctl.bench.gauges import Gauges, watch
-from pdctl.bench.loads import VOCAB, Item, Loop, Shape, from_trace, items
+from pdctl.bench.loads import VOCAB, Item, Loop, Shape, endless, from_trace, items
 from pdctl.bench.target import Mode, Stage, Target
 from pdctl.bench.traces import read as read_trace
 from pdctl.render import note
 
 WARM_UP = (16, 4)  # prompt, output
+MORE = 1_000_000  # to the seed of what keeps users at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,11 @@ class Session:
                 points = Calibration(driver, target, self._calibration, self._plan.vocab, note)
                 await points.run(self._longest())
             for index, key in enumerate(self._plan.keys):
-                load = self._load(key, self._plan.seed + 1000 * number + index)
+                seed = self._plan.seed + 1000 * number + index
+                load = self._load(key, seed)
                 self._tell(self._num_done, self._plan.num_runs, f"{target.mode.name} {key}")
                 cell = self._cells[target.mode.name, key]
-                cell.runs.append(await self._measure(driver, target, key, load, cell))
+                cell.runs.append(await self._measure(driver, target, key, load, seed, cell))
                 self._num_done += 1
 
     def _longest(self) -> int:
@@ -110,11 +112,12 @@ class Session:
             shape = Shape(length, WARM_UP[1], vocab=self._plan.vocab)
             await driver.run(items(shape, loop, loop.concurrency, seed=length), loop)
 
-    async def _measure(self, driver: Driver, target: Target, key: Key, load: list[Item], cell: Cell) -> Run:
+    async def _measure(self, driver: Driver, target: Target, key: Key, load: list[Item], seed: int, cell: Cell) -> Run:
         gauges = Gauges()
         watcher = asyncio.create_task(watch(target.server.url, target.server.key, gauges))
         try:
-            return await driver.run(load, key.loop, limit_s=self._plan.limit_s)
+            more = () if key.loop.is_open else endless(key.shape, key.loop, seed + MORE)
+            return await driver.run(load, key.loop, more=more, limit_s=self._plan.limit_s)
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)

@@ -76,7 +76,7 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
     count = _num_requests(cell)
     cluster = Cluster(layout, stages, sizes, slo, skip=concurrency or count // 10, rates=rates)
     load = closed(count, lengths) if concurrency else poisson(rate, count, lengths, burst=cell.get("burst") or 1.0)
-    seen = cluster.run(load, concurrency=concurrency)
+    seen = cluster.run(load, concurrency=concurrency, more=closed(1 << 30, lengths, seed=2))
     values = {
         "ttft": (seen.ttft_mean * 1e3, cell["ttft_ms"]["mean"]),
         "tpot": (seen.tpot_mean * 1e3, cell["tpot_ms"]["mean"]),

@@ -114,6 +114,9 @@ class Cluster:
         self.router.chooser.rates = rates or self.router.chooser.rates
         self._seen = {seen.name: seen for seen in (*self.router.readers, *self.router.writers)}
         self._arrivals: Iterator[Arrival] = iter(())
+        self._more: Iterator[Arrival] = iter(())
+        self._num_left = 0  # of the arrivals so far, not ended
+        self._is_over = False
         self._is_closed = False
         self._limit_missed = 1 << 60
         self._count = count()
@@ -166,14 +169,22 @@ class Cluster:
 
     # The event loop
 
-    def run(self, arrivals: Iterable[Arrival], *, concurrency: int = 0, max_missed: int = 1 << 60) -> Summary:
-        """Open loop, or closed with `concurrency` at a time. Stops early once `max_missed` missed the objectives."""
-        self._arrivals = iter(arrivals)
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        concurrency: int = 0,
+        more: Iterable[Arrival] = (),
+        max_missed: int = 1 << 60,
+    ) -> Summary:
+        """Open loop, or closed with `concurrency` at a time, who go on with `more` until all of `arrivals` ended. Stops
+        early once `max_missed` missed the objectives."""
+        self._arrivals, self._more = iter(arrivals), iter(more)
         self._is_closed, self._limit_missed = concurrency > 0, max_missed
         for _ in range(max(1, concurrency)):
             self._next()
         events, pop = self._events, heapq.heappop
-        while events and self.tally.num_missed <= max_missed:
+        while events and not self._is_over and self.tally.num_missed <= max_missed:
             self.now, _, handler, argument = pop(events)
             handler(argument)
         return self.tally.summary(self.utilisation(), self.router.most_waiting)
@@ -193,7 +204,11 @@ class Cluster:
     def _next(self, _: object = None) -> None:
         arrival = next(self._arrivals, None)
         if arrival is not None:
+            self._num_left += 1
             self._at(self.now if self._is_closed else arrival.at, self._arrive, arrival)
+        elif self._is_closed and (arrival := next(self._more, None)) is not None:
+            self._is_over = not self._num_left
+            self._at(self.now, self._fill, arrival)
 
     # The router
 
@@ -201,6 +216,9 @@ class Cluster:
         if not self._is_closed:
             self._next()
         self._ask_for(self._prompt(arrival), arrival.output, arrival.then)
+
+    def _fill(self, arrival: Arrival) -> None:
+        self._ask_for(self._prompt(arrival), arrival.output, arrival.then, is_filler=True)
 
     def _prompt(self, arrival: Arrival) -> list[int]:
         if not self._sizes.prefix_cache:
@@ -212,14 +230,16 @@ class Cluster:
         """Tokens that nothing else begins with."""
         return [FRESH + next(self._count)] * num_tokens
 
-    def _ask_for(self, prompt: list[int], output: int, then: tuple[int, ...]) -> None:
+    def _ask_for(self, prompt: list[int], output: int, then: tuple[int, ...], is_filler: bool = False) -> None:
         if not self.router.admit():
+            self._num_left -= not is_filler
             self.tally.refuse()
             if self._is_closed:
                 self._at(self.now + max(RETRY_S, self._stages.router_s), self._next, None)
             return
         seq_id, params = SeqId("sim", next(self._count), 0), SamplingParams(max_tokens=output)
-        request = Request(seq_id, self.now, prompt, params, then=then, is_warm_up=self._num_warm_up > 0)
+        request = Request(seq_id, self.now, prompt, params, then=then, is_filler=is_filler)
+        request.is_warm_up = self._num_warm_up > 0
         self._num_warm_up -= request.is_warm_up
         self._look()
         self._send(request, self.router.choose(prompt, self.now))
@@ -359,10 +379,15 @@ class Cluster:
     def _done(self, request: Request) -> None:
         self.router.over(request)
         output = request.params.max_tokens
-        if not request.is_warm_up:
+        if request.is_warm_up or request.is_filler:
+            self.tally.pass_by(request.last, request.is_warm_up)
+        else:
             self.tally.add(request.arrival, request.first, request.last, output, request.transfer_s)
         if request.then:
             more, *then = request.then
-            self._ask_for(request.prompt + [TOKEN.id] * output + self._fresh(more), output, tuple(then))
-        elif self._is_closed:
+            prompt = request.prompt + [TOKEN.id] * output + self._fresh(more)
+            self._ask_for(prompt, output, tuple(then), request.is_filler)
+            return
+        self._num_left -= not request.is_filler
+        if self._is_closed:
             self._next()

@@ -34,6 +34,7 @@ class Request:
     read_from: float = -1.0  # when its prompt began to be read
     num_cached: int = 0  # tokens of it that were not read
     is_warm_up: bool = False  # not counted
+    is_filler: bool = False  # nor this: it keeps its user at work
     then: tuple[int, ...] = ()  # tokens that its user adds in each further turn
     plan: Plan = None  # type: ignore[assignment]  # from when a router has chosen
 

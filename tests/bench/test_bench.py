@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with in_a_thread(first_s=0.15) as slow, in_a_thread(first_s=0.03) as fast:
         modes = ["--mode", f"colocated={slow.url}", "--mode", f"split={fast.url}"]
         assert main(["bench", *modes, *GRID, "-o", str(file), "--report", str(file.with_suffix(".html"))]) == 0
-        assert sorted(map(str, slow.requests)) == sorted(map(str, fast.requests)), "the same load against each"
+        both = Counter(map(str, slow.requests)) & Counter(map(str, fast.requests))
+        assert both.total() > 2 * 2 * (3 + 1 + 6 + 3), "the same load against each, but for what keeps users at work"
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -121,7 +123,7 @@ def test_a_mix_against_both(tmp_path: Path) -> None:
         modes = f"--mode colocated={one.url} --mode b={two.url}".split()
         words = ["--mix", "8,8,32", "-c", "2", "--output", "2", "--rounds", "1", "--requests", "4", "-o", str(file)]
         assert main(["bench", *modes, *words]) == 0
-        assert sorted(map(str, one.requests)) == sorted(map(str, two.requests))
+        assert (Counter(map(str, one.requests)) & Counter(map(str, two.requests))).total() > 4 + 2
         assert {len(r["prompt"]) for r in one.requests} >= {8, 32}
     result = json.loads(file.read_text())
     assert {(c["prompt"], *c["mix"]) for c in result["cells"]} == {(16, 8, 8, 32)}
