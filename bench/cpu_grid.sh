@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two CPU cores, SmolLM2-135M: colocated, 1P1D where every prompt crosses, and hybrid routing, in interleaved rounds.
-# About 35 minutes of a machine that does nothing else; each part stands alone, the most important one first.
+# On a machine that does nothing else; each part stands alone, the most important one first.
 #
 #     bench/cpu_grid.sh OUT_FOLDER [grid] [budgets] [long]        (a python with pdctl in it: PYTHON=.venv/bin/python)
 #
@@ -8,11 +8,11 @@
 #             of 128, 512, 1024 and 2048 tokens at 1, 4 and 8 at once, 64 tokens out
 #   budgets   colocated at token budgets of 64 to 512 against both, at 8 at once: prompts of 512, and a mix of four of 128
 #             to one of 1024. One budget is cheaply beaten; their frontier of requests/s and p99 gap is not
-#   long      256 and 384 tokens out, where decode is what counts
+#   long      256 and 384 tokens out, where decode is what counts: colocated and hybrid, two rounds
 #
-# Each part leaves PART.json, PART.html and PART.txt. The JSON is written anew after each round of each mode, so a run
-# that is cut short still counts; end it with SIGTERM or Ctrl-C and its stacks go down. The shares of requests by path
-# stand in "paths" of each cell and in the last table.
+# About 22, 10 and 5 minutes. Each part leaves PART.json, PART.html and PART.txt; the share of the requests on each path
+# stands in "paths" of a cell. The JSON is written anew after each round of each mode, so that a run which is cut short
+# still counts: SIGTERM or Ctrl-C, and the stacks go down. At the end bench/bars.py holds all of it to what hybrid is for.
 #
 # ROUNDS=3 LIMIT=6s REQUESTS=12 are a cell's size; a rehearsal: ROUNDS=1 LIMIT=1s REQUESTS=2 bench/cpu_grid.sh /tmp/x
 set -uo pipefail
@@ -41,11 +41,17 @@ Path(sys.argv[2]).write_text(report.html(result), encoding="utf-8")
 print(compare.show(result), *compare.verdict(result), sep="\n")
 PYTHON
 }
+child=
+is_cut=
+trap 'is_cut=1; kill -TERM "$child" 2> /dev/null' INT TERM
 measure() { # PART ARGUMENTS...
   local part=$out/$1
   shift
-  "${pdctl[@]}" bench "${slo[@]}" --rounds "${ROUNDS:-3}" "$@" -o "$part.json" > /dev/null 2> >(tee "$part.log" >&2) || true
+  "${pdctl[@]}" bench "${slo[@]}" --rounds "${ROUNDS:-3}" "$@" -o "$part.json" > /dev/null 2> >(tee "$part.log" >&2) &
+  child=$!
+  while kill -0 "$child" 2> /dev/null; do wait "$child"; done
   [ -s "$part.json" ] && report "$part" > "$part.txt"
+  [ -z "$is_cut" ] || exit 143
 }
 
 for part in "${parts[@]}"; do
@@ -62,10 +68,11 @@ for part in "${parts[@]}"; do
       ;;
     long)
       for tokens in 256 384; do
-        measure long-$tokens --mode colocated --mode $pd --mode "$hybrid" --requests "${REQUESTS:-12}" --prompt 128 -c 8 \
-          --output $tokens
+        ROUNDS=${ROUNDS:-2} measure long-$tokens --mode colocated --mode "$hybrid" --requests "${REQUESTS:-12}" \
+          --prompt 128 -c 8 --output $tokens
       done
       ;;
     *) echo "no such part: $part" >&2; exit 2 ;;
   esac
 done
+"${PYTHON:-python}" -P bench/bars.py "$out" | tee "$out/bars.txt"
