@@ -5,6 +5,7 @@ Sources, in a result's "calibration" (written by `pdctl bench`, more of them wit
     prefill     [role, tokens, seconds, busy]            a prompt that no other shares its worker with
     decode      [role, batch, context, seconds, busy]    a step: the median gap while `batch` sequences decode together
     transfer    [tokens, bytes, seconds]                 what of a transfer was left when the prompt was read
+    grants      seconds                                  from asking for one to having it, two messages
 
 `busy` is the share of the other workers that computed meanwhile: what it costs is fitted first, and taken out.
 """
@@ -70,6 +71,8 @@ def fit(calibration: dict[str, Any], source: str) -> Stages:
         link_bytes_s=bytes_s,
         link_latency_s=latency,
         router_s=float(calibration.get("router_s") or 0.0),
+        hop_s=median(grants) / 2 if (grants := calibration.get("grants")) else 0.0,
+        router_busy_s=float(calibration.get("router_busy_s") or 0.0),
         source=source,
         chunk_tokens=chunk,
         max_batch=int(calibration.get("max_batch") or 64),

@@ -90,6 +90,7 @@ class Cluster:
         self.tally = Tally(slo)
         self._num_warm_up = skip
         self._layout, self._stages, self._sizes = layout, stages, sizes or Sizes()
+        self._hop_s = stages.hop_s or self._sizes.hop_s
         self._can_leap = can_leap
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
         self._order = count()
@@ -254,7 +255,13 @@ class Cluster:
 
     def _send(self, request: Request, plan: Plan) -> None:
         self.router.send(request, plan, self.now)
-        self._at(self.now + self._stages.router_s, self._add if plan.route.prefill is None else self._read, request)
+        self._at(self.now + self._router_s(), self._add if plan.route.prefill is None else self._read, request)
+
+    def _router_s(self) -> float:
+        idle, more = self._stages.router_s, self._stages.router_busy_s - self._stages.router_s
+        if more <= 0:
+            return idle
+        return idle + more * sum(worker.is_computing for worker in self._workers.values()) / len(self._workers)
 
     def _writer(self, request: Request) -> SimWorker:
         return self._workers[request.plan.route.worker.name]
@@ -271,7 +278,7 @@ class Cluster:
         pool = worker.scheduler.pool
         if plan.num_resident and len(pool.match(request.prompt[:-1])) * pool.block_size < plan.num_resident:
             self.router.go_otherwise(request, self.now)
-            self._at(self.now + 2 * self._sizes.hop_s, self._read, request)
+            self._at(self.now + 2 * self._hop_s, self._read, request)
         else:
             worker.scheduler.add(request.half(self.now))
         worker.look()
@@ -287,7 +294,7 @@ class Cluster:
 
     def _ask(self, worker: SimWorker) -> None:
         for seq in worker.scheduler.grants_wanted():
-            self._at(self.now + self._sizes.hop_s, self._expect, seq.request)  # type: ignore[attr-defined]
+            self._at(self.now + self._hop_s, self._expect, seq.request)  # type: ignore[attr-defined]
 
     def _granted(self, told: tuple[Request, int, int]) -> None:
         request, generation, num_resident = told
@@ -309,7 +316,7 @@ class Cluster:
         request.first = request.last = self.now
         self.router.has_read(request)
         if step.finished:
-            self._at(self.now + self._sizes.hop_s, self._dropped, request)
+            self._at(self.now + self._hop_s, self._dropped, request)
             self._release(request)
             self._done(request)
             return
@@ -334,7 +341,7 @@ class Cluster:
     def _grant(self, worker: SimWorker) -> None:
         for seq in worker.scheduler.grants_possible():
             told = (seq.request, seq.generation, seq.num_resident_blocks)  # type: ignore[attr-defined]
-            self._at(self.now + self._sizes.hop_s, self._granted, told)
+            self._at(self.now + self._hop_s, self._granted, told)
         self._mark(worker)
 
     def _mark(self, worker: SimWorker) -> None:
@@ -348,7 +355,7 @@ class Cluster:
         worker.interrupt()
         worker.scheduler.received(request.id, TOKEN)
         worker.look()
-        self._at(self.now + self._sizes.hop_s, self._release, request)
+        self._at(self.now + self._hop_s, self._release, request)
 
     def _dropped(self, request: Request) -> None:
         """The first token was the last: the grant is given back."""

@@ -79,6 +79,8 @@ class Stages:
     link_bytes_s: float = float("inf")
     link_latency_s: float = 0.0
     router_s: float = 0.0
+    hop_s: float = 0.0  # a control message between workers; 0: as `Sizes` say
+    router_busy_s: float = 0.0  # while all workers compute, where they leave it no core of its own; 0: no longer
     source: str = "given"
     chunk_tokens: int = 2048
     max_batch: int = 64
