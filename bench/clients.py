@@ -1,7 +1,7 @@
 """Does `pdctl bench` measure what others do? One load against one running stack, by its driver, by a timing loop around
 the openai package, and by llmeter, which wants a virtual environment of its own.
 
-    python -m venv /tmp/llmeter && /tmp/llmeter/bin/pip install 'llmeter[openai]' httpx
+    python -m venv /tmp/llmeter      (what goes into it: docs/measuring.md)
     pdctl up demo -d && eval "$(pdctl env)"
     python bench/clients.py [--llmeter /tmp/llmeter/bin/python] [--words 300] [--output 32] [-c 1] [--requests 8]
 

@@ -7,7 +7,7 @@ import pytest
 from pdctl.exits import UsageError
 from pdctl.plan import check
 from pdctl.plan.fit import fit, nonnegative
-from pdctl.plan.loads import Lengths, closed
+from pdctl.plan.loads import Arrival, Lengths, closed
 from pdctl.plan.roofline import estimate
 from pdctl.plan.sim import Cluster, Layout, Sizes
 from pdctl.plan.stages import Stages, StepModel
@@ -146,3 +146,15 @@ def test_a_simulated_round_is_that_of_the_bench() -> None:
     assert seen.num_requests == 4
     assert 4 / seen.requests_s == pytest.approx(sum(cluster.tally.e2e))
     assert seen.requests_s == pytest.approx(1 / (TRUE.prefill_s(200, CHUNK) + 19 * TRUE.decode_s(1, 210)), rel=0.01)
+
+
+def test_a_busy_router_and_a_grant_take_what_was_measured() -> None:
+    stages = fit(
+        {**calibration(), "router_s": 0.004, "router_busy_s": 0.010, "grants": [0.003, 0.002, 0.004]}, "made up"
+    )
+    assert (stages.router_s, stages.router_busy_s, stages.hop_s) == pytest.approx((0.004, 0.010, 0.0015))
+    alone = Cluster(Layout(prefill=1, decode=1), stages).run(closed(2, Lengths(200, 1)), concurrency=1)
+    assert alone.ttft_mean == pytest.approx(stages.prefill.prefill_s(200, 1024) + 0.004 + 2 * 0.0015)
+    crowd = Cluster(Layout(colocated=2), stages, skip=2)
+    seen = crowd.run([Arrival(0.0, 500, 1), Arrival(0.0, 500, 1), Arrival(0.1, 16, 1)])
+    assert seen.ttft_mean > 0.010, "both compute when the third one comes"
