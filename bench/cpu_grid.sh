@@ -4,13 +4,14 @@
 #
 #     bench/cpu_grid.sh OUT_FOLDER [grid] [budgets] [long]        (a python with pdctl in it: PYTHON=.venv/bin/python)
 #
-#   grid      stage times (apart from the grid: `pdctl plan --check` grades cells that it was not fitted on), then prompts
-#             of 128, 512, 1024 and 2048 tokens at 1, 4 and 8 at once, 64 tokens out
-#   budgets   colocated at token budgets of 64 to 512 against both, at 8 at once: prompts of 512, and a mix of four of 128
-#             to one of 1024. One budget is cheaply beaten; their frontier of requests/s and p99 gap is not
+#   grid      stage times (apart from the grid: `pdctl plan --check` grades cells that it was not fitted on), then
+#             prompts of 128, 512, 1024 and 2048 tokens at 1, 4 and 8 at once, 64 tokens out
+#   budgets   colocated at token budgets of 64 to 512 against both, at 8 at once: prompts of 512, and a mix of four of
+#             128 to one of 1024. One budget is cheaply beaten; their frontier of requests/s and p99 gap is not. Ours have a
+#             second point, too: hybrid64, where all but the shortest prompts cross unless prefill is backlogged
 #   long      256 and 384 tokens out, where decode is what counts: colocated and hybrid, two rounds
 #
-# About 22, 10 and 5 minutes. Each part leaves PART.json, PART.html and PART.txt; the share of the requests on each path
+# About 22, 12 and 5 minutes. Each part leaves PART.json, PART.html and PART.txt; the share of the requests on each path
 # stands in "paths" of a cell. The JSON is written anew after each round of each mode, so that a run which is cut short
 # still counts: SIGTERM or Ctrl-C, and the stacks go down. At the end bench/bars.py holds all of it to what hybrid is for.
 #
@@ -64,7 +65,8 @@ for part in "${parts[@]}"; do
       ;;
     budgets)
       measure budgets --mode colocated --sweep-budget 64 --sweep-budget 128 --sweep-budget 256 --sweep-budget 512 \
-        --mode $pd --mode "$hybrid" --requests "$((2 * ${REQUESTS:-12}))" --prompt 512 --mix 128,128,128,128,1024 -c 8
+        --mode $pd --mode "$hybrid" --mode hybrid64=demo+hybrid.threshold_tokens=64 \
+        --requests "$((2 * ${REQUESTS:-12}))" --prompt 512 --mix 128,128,128,128,1024 -c 8
       ;;
     long)
       for tokens in 256 384; do
