@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from pdctl.bench.compare import ENOUGH
 from pdctl.exits import UsageError
 from pdctl.plan.loads import Lengths, closed, poisson
 from pdctl.plan.sim import Cluster, Layout, Sizes
@@ -84,6 +85,8 @@ def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Si
     }
     ttft = cell["ttft_ms"]
     between = (ttft.get("low", ttft["mean"]), ttft.get("high", ttft["mean"]))
+    if cell["requests"] < ENOUGH:
+        between = 0.0, float("inf")  # whatever its interval
     is_fitted = bool(cell.get("fitted"))
     return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, is_fitted, values, between)
 
