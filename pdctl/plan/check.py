@@ -15,7 +15,6 @@ from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo
 from pdctl.render import table
 from server.router.choice import Rates
-from server.router.crossover import Mean
 
 QUANTITIES = ("ttft", "tpot", "goodput")
 MIN_REQUESTS = 40  # of a cell that does not say how many it had
@@ -51,7 +50,7 @@ def grade(result: dict[str, Any], stages: Stages, sizes: Sizes) -> list[Graded]:
     cells = [cell for cell in result.get("cells", []) if layouts.get(cell["mode"]) and cell.get("requests")]
     if not cells:
         raise UsageError("the result holds no cell of a stack whose workers are known")
-    learnt = {mode: Rates(Mean(), Mean()) for mode in layouts}
+    learnt = {mode: Rates() for mode in layouts}
     for _ in range(2):  # rounds: in the first one a router learns what it begins all later ones with
         graded = [
             _cell(c, layouts[c["mode"]], stages, own.get(c["mode"], sizes), slo, learnt[c["mode"]]) for c in cells

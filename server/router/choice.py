@@ -12,7 +12,7 @@ published, a moment ago.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES
@@ -31,8 +31,8 @@ TOKENS_A_SEQUENCE = 256
 class Rates:
     """Prompt tokens a second, of prefill workers and of workers that decode as well; 0 before any was seen."""
 
-    prefill: Mean
-    local: Mean
+    prefill: Mean = field(default_factory=Mean)
+    local: Mean = field(default_factory=Mean)
 
     def observe(self, record: Record) -> None:
         stages = record.prefill_stages
@@ -71,7 +71,7 @@ class Chooser:
         self.threshold: int | None = 256  # None: `crossover` says
         self.queue_high = 8  # prompts at a prefill worker from which it is backlogged, whatever the rates say
         self.crossover = Crossover(max_len)
-        self.rates = Rates(Mean(), Mean())
+        self.rates = Rates()
         self._policy = policy
         self._block_size = block_size
         self._turn = itertools.count()

@@ -15,7 +15,6 @@ from server.config import Config
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES, Load
 from server.router.choice import Rates
-from server.router.crossover import Mean
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError
 from server.router.worker import Inbox
@@ -215,7 +214,7 @@ def test_a_long_prompt_ends_the_rest() -> None:
 
 def test_a_new_stack_finds_out_that_decode_can_relieve_prefill() -> None:
     """Nothing has been read by the decode worker yet: two prompts in line are enough to try it."""
-    layout, rates = Layout(prefill=1, decode=1, threshold=256), Rates(Mean(), Mean())
+    layout, rates = Layout(prefill=1, decode=1, threshold=256), Rates()
     cluster = Cluster(layout, STAGES, rates=rates)
     cluster.run(closed(12, Lengths(2000, 10)), concurrency=4)
     assert rates.local.count > 0
