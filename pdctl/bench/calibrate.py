@@ -3,7 +3,7 @@
     prefill    prompts of several lengths. The others idle; then read as many prompts, or write where there are pools
     decode     so many sequences a worker at several contexts, the median gap while all of them decode. The others idle
                (one sequence, where there are no pools); then decode as many, or read where there are pools
-    transfer   what of it was left when the prompt was read, of the prompts above
+    transfer   what of it was left when the prompt was read, of the prompts above; and how long a grant took
 
 These points are apart from the grid, so that `pdctl plan --check` grades cells that the model was not fitted on.
 """
@@ -20,7 +20,7 @@ from pdctl.bench.loads import ids
 from pdctl.bench.sample import Sample
 from pdctl.bench.target import Target
 
-PROMPTS = (64, 256, 512, 1024, 2048)
+PROMPTS = (64, 192, 384, 768, 1536)  # others than a grid's: its cells shall be predictions
 BATCHES = (1, 2, 4, 8)
 CONTEXTS = (64, 1024)
 DECODE_TOKENS = 24
@@ -28,7 +28,15 @@ REPEATS = 2
 
 
 def empty() -> dict[str, Any]:
-    return {"prefill": [], "decode": [], "transfer": [], "router_s": 0.0, "chunk_tokens": 256}
+    return {
+        "prefill": [],
+        "decode": [],
+        "transfer": [],
+        "grants": [],
+        "router_s": 0.0,
+        "router_busy_s": 0.0,
+        "chunk_tokens": 256,
+    }
 
 
 class Calibration:
@@ -39,14 +47,17 @@ class Calibration:
     ) -> None:
         self._driver, self._target, self._out, self._vocab, self._tell = driver, target, out, vocab, tell
         self._random = Random(11)
-        self._overheads: list[float] = []
+        self._overheads: tuple[list[float], list[float]] = (
+            [],
+            [],
+        )  # of the router and the way there: others idle, busy
         if target.sizes:
             out["chunk_tokens"] = target.sizes["chunk_tokens"]
             out["max_batch"] = target.sizes["max_running"]
 
     async def run(self, longest: int) -> None:
-        prompts = [n for n in PROMPTS if n <= longest]
-        contexts = [n for n in CONTEXTS if n <= longest]
+        prompts = [n for n in PROMPTS if n <= longest] or [longest]
+        contexts = sorted({min(n, longest) for n in CONTEXTS})
         has_pools = self._target.has_pools
         await self._prompts(prompts, 1, busy=0)
         await self._decoding(contexts, BATCHES if has_pools else (1,), 1, busy=0)
@@ -58,14 +69,16 @@ class Calibration:
         elif self._target.num_readers > 1:
             await self._prompts(prompts, self._target.num_readers, busy=1)
             await self._decoding(contexts, BATCHES, self._target.num_writers, busy=1)
-        self._out["router_s"] = round(max(0.0, median(self._overheads)), 6) if self._overheads else 0.0
+        for name, seen in zip(("router_s", "router_busy_s"), self._overheads, strict=True):
+            if seen:
+                self._out[name] = round(max(0.0, median(seen)), 6)
 
     async def _prompts(self, lengths: list[int], count: int, busy: int) -> None:
         for length in lengths:
             self._tell(f"{self._target.mode.name}: prompts of {length}, others {'busy' if busy else 'idle'}")
             for _ in range(REPEATS):
                 for sample in await self._send(count, length, 2):
-                    read_point(sample, self._target, length, self._out, self._overheads, busy)
+                    read_point(sample, self._target, length, self._out, self._overheads[busy], busy)
 
     async def _decoding(self, contexts: list[int], batches: Sequence[int], workers: int, busy: int) -> None:
         role = "decode" if self._target.has_pools else "colocated"
@@ -110,7 +123,10 @@ def read_point(
     r, seconds = sample.record, sample.ttft
     if r.get("prefill_start_ms") is not None and r.get("prefill_end_ms") is not None:
         seconds = (r["prefill_end_ms"] - r["prefill_start_ms"]) / 1e3
-        overheads.append(sample.ttft - seconds)
+        asked = (r.get("grant_wait_ms") or 0.0) / 1e3
+        overheads.append(sample.ttft - seconds - asked)
+        if asked and not busy:
+            out["grants"].append(round(asked, 6))
     crossed = r.get("path") == "pd"
     out["prefill"].append(["prefill" if crossed else "colocated", length, round(seconds, 6), busy])
     if crossed and r.get("kv_ready_ms") is not None and r.get("prefill_end_ms") is not None:

@@ -1,5 +1,6 @@
 """From samples to a result: one cell is one mode under one load, all its rounds together."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -31,7 +32,7 @@ class Key:
     loop: Loop
 
     def __str__(self) -> str:
-        return f"{self.shape.prompt}/{self.shape.output} {self.loop}"
+        return f"{self.shape} {self.loop}"
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Cell:
         return sum(s.ttft <= ttft_s and (s.tpot or 0.0) <= tpot_s for s in self.flat) / max(1, count)
 
     def rate(self) -> float:
-        return len(self.flat) / max(1e-9, sum(run.seconds for run in self.runs))
+        return sum(run.num_done for run in self.runs) / max(1e-9, sum(run.seconds for run in self.runs))
 
 
 def to_json(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def to_json(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
     return {
         "mode": cell.mode,
         "prompt": key.shape.prompt,
+        "mix": key.shape.mix,
         "output": key.shape.output,
         "shared": key.shape.shared,
         "turns": key.shape.turns,
@@ -111,6 +113,7 @@ def to_json(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
         "goodput": round(rate * attained, 4),
         "sent_late_ms": round(1e3 * quantile([lag for run in cell.runs for lag in run.lags], 0.99), 3),
         "utilisation": _utilisation(cell.gauges),
+        "paths": paths(flat),
         "transfer": transfer(flat, ttft.mean),
         "stages_ms": _stages(flat),
         "ttft_cdf": cdf([1e3 * t for r in cell.ttfts() for t in r]),
@@ -140,6 +143,18 @@ def transfer(samples: Sequence[Sample], ttft_ms: float) -> dict[str, Any] | None
         "kv_bytes": round(fmean(r.get("kv_bytes") or 0 for r in crossed)),
         "share_of_ttft": round(fmean(left) / ttft_ms, 4) if ttft_ms and left else 0.0,
     }
+
+
+def paths(samples: Sequence[Sample]) -> dict[str, float]:
+    """Share of the requests on each path, where the server tells: pd, resident, or the role of the worker that did it
+    all."""
+    seen = Counter(_path(s.record) for s in samples if s.record.get("path"))
+    return {path: round(count / seen.total(), 4) for path, count in seen.most_common()}
+
+
+def _path(record: dict[str, Any]) -> str:
+    path, worker = str(record["path"]), str(record.get("decode") or "")
+    return path if path != "colocated" else worker.rpartition("-")[0] or path
 
 
 def _stages(samples: Sequence[Sample]) -> dict[str, float]:

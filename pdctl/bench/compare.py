@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from pdctl.bench import loads
 from pdctl.exits import UsageError
 from pdctl.render import table
 
 UNLIKE = 0.01  # token counts further apart than this are not the same load
+UNLIKE_MIX = 0.15  # nor of mixes, which a limit cuts where it falls
 ADVICE = 1 / 3  # of TTFT
 ATTAINED = 0.9
 ENOUGH = 5  # requests
@@ -42,7 +44,17 @@ def _value(cell: dict[str, Any], quantity: str) -> float:
 
 def load_of(cell: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two cells comparable."""
-    return tuple(cell.get(n) for n in ("prompt", "output", "shared", "turns", "concurrency", "rate", "burst", "trace"))
+    names = ("prompt", "output", "shared", "turns", "concurrency", "rate", "burst", "trace")
+    return *(cell.get(name) for name in names), *(cell.get("mix") or ())
+
+
+def prompt_of(cell: dict[str, Any]) -> str:
+    return loads.name_of(cell["prompt"], cell.get("mix") or ())
+
+
+def paths_of(cell: dict[str, Any]) -> str:
+    """Share of the requests on each path."""
+    return " ".join(f"{path} {share:.0%}" for path, share in (cell.get("paths") or {}).items()) or "-"
 
 
 def name_of(cell: dict[str, Any]) -> str:
@@ -67,7 +79,8 @@ def match(a: dict[str, Any], b: dict[str, Any]) -> Pair:
     """Raises UsageError where the two sides did not do the same work."""
     for name in ("prompt_tokens", "output_tokens"):
         one, two = a[name], b[name]
-        if a["requests"] and b["requests"] and abs(one - two) > UNLIKE * max(one, two):
+        unlike = UNLIKE_MIX if a.get("mix") else UNLIKE
+        if a["requests"] and b["requests"] and abs(one - two) > unlike * max(one, two):
             raise UsageError(
                 f"unlike loads: at {a['prompt']}/{a['output']} {name_of(a)}, {a['mode']} had {one:g} {name} a request "
                 f"and {b['mode']} {two:g}",
@@ -105,7 +118,7 @@ def comparison(found: list[Pair], base: str, other: str) -> str:
         rows.append(
             [
                 name_of(p.base),
-                str(p.base["prompt"]),
+                prompt_of(p.base),
                 _ms(p.base["ttft_ms"]),
                 _ms(p.other["ttft_ms"]),
                 f"{p.change('ttft_ms'):+.0%}{mark}",
@@ -134,7 +147,7 @@ def everything(result: dict[str, Any]) -> str:
         rows.append(
             [
                 c["mode"],
-                str(c["prompt"]),
+                prompt_of(c),
                 name_of(c),
                 f"{c['ttft_ms']['p50']:.0f} / {c['ttft_ms']['p99']:.0f}",
                 f"{c['tpot_ms']['p50']:.1f}",
@@ -144,6 +157,7 @@ def everything(result: dict[str, Any]) -> str:
                 f"{c['attained']:.0%}",
                 moved,
                 use,
+                paths_of(c),
                 f"{c['requests']}" + (f" ({c['errors']} failed)" if c["errors"] else ""),
             ]
         )
@@ -159,6 +173,7 @@ def everything(result: dict[str, Any]) -> str:
         "IN SLO",
         "TRANSFER",
         "BUSY",
+        "PATHS",
         "N",
     )
     return table(rows, header)
@@ -232,7 +247,7 @@ def _is_as_good(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def _where(found: list[Pair]) -> str:
     if not found:
         return "none"
-    names = ", ".join(f"{p.base['prompt']} at {name_of(p.base)}" for p in found[:4])
+    names = ", ".join(f"{prompt_of(p.base)} at {name_of(p.base)}" for p in found[:4])
     return f"{len(found)} ({names}{', ...' if len(found) > 4 else ''})"
 
 
@@ -322,5 +337,5 @@ def show_between(found: list[Pair]) -> str:
             a, b = p.base[quantity], p.other[quantity]
             cells.append(f"{a['mean']:.4g} -> {b['mean']:.4g} {p.change(quantity):+.0%}{mark}")
         rates = f"{p.base['requests_s']:.3g} -> {p.other['requests_s']:.3g}"
-        rows.append([p.base["mode"], str(p.base["prompt"]), name_of(p.base), *cells, rates])
+        rows.append([p.base["mode"], prompt_of(p.base), name_of(p.base), *cells, rates])
     return table(rows, ("MODE", "PROMPT", "CONC", "TTFT MS", "TPOT MS", "ITL MS", "REQ/S")) + "\n~ no clear difference"

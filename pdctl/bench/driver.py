@@ -1,13 +1,14 @@
 """Sends a load to one server and brings back the samples.
 
 closed   `concurrency` users, each sends its next request when its last one ended. The first wave (one request a user)
-         is dropped: all of them start at once, which no later ones do.
+         is dropped: all of them start at once, which no later ones do. Who has nothing left to send while others wait
+         for their last answer sends more of the same, which is not counted: all of it was measured with so many users.
 open     requests leave at their moments, whatever is still under way. The first tenth is dropped.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +33,20 @@ class Server:
 
 @dataclass(slots=True)
 class Run:
-    """What came of one load. `since` and `until` bound the part that counts."""
+    """What came of one load. `since` and `until` bound the time in which requests that end count for their rate: of a
+    closed loop from the end of its first wave, so that as much is begun before it and ended in it as the other way."""
 
     samples: list[Sample]
     since: float
     until: float
     dropped: int = 0
     lags: list[float] = field(default_factory=list)  # how late an open loop sent
+    others: list[float] = field(default_factory=list)  # ends of good requests that are no samples
+
+    @property
+    def num_done(self) -> int:
+        ends = [*(s.last for s in self.samples if s.is_good), *self.others]
+        return sum(self.since < end <= self.until for end in ends)
 
     @property
     def seconds(self) -> float:
@@ -57,12 +65,15 @@ class Driver:
         self._pool.close()
 
     async def send(self, prompt: list[int], output: int) -> Sample:
+        return await self.post("/v1/completions", self._body(prompt, output))
+
+    async def post(self, path: str, body: dict[str, Any]) -> Sample:
         """Never raises for what the server does: a failed request is a sample with an error."""
-        body = _encode(self._body(prompt, output))
+        encoded = _encode(body)
         sent = time.perf_counter()
         try:
             async with asyncio.timeout(self._server.timeout_s):
-                answer = await self._pool.post("/v1/completions", body, "x-pdctl-timing: 1\r\n")
+                answer = await self._pool.post(path, encoded, "x-pdctl-timing: 1\r\n")
         except BrokenOff as error:
             return Sample(sent, error=str(error))
         except TimeoutError:
@@ -83,16 +94,28 @@ class Driver:
         }
 
     async def run(
-        self, items: list[Item], loop: Loop, *, limit_s: float = 0.0, tell: Callable[[int], None] = lambda n: None
+        self,
+        items: list[Item],
+        loop: Loop,
+        *,
+        more: Iterable[Item] = (),
+        limit_s: float = 0.0,
+        tell: Callable[[int], None] = lambda n: None,
     ) -> Run:
-        """`limit_s`: nothing new is sent after that, once every user has sent two. `tell` hears how many ended."""
+        """`more`: what a closed loop goes on with until all of `items` ended. `limit_s`: no new one of these is sent
+        after that, once every user has sent two. `tell` hears how many ended."""
         if loop.is_open:
             return await self._open(items, tell)
         await self._pool.open(loop.concurrency)
-        return await self._closed(items, loop.concurrency, limit_s, tell)
+        return await self._closed(items, iter(more), loop.concurrency, limit_s, tell)
 
-    async def _closed(self, items: list[Item], users: int, limit_s: float, tell: Callable[[int], None]) -> Run:
-        queue, samples, first_wave = iter(items), [], []  # type: ignore[var-annotated]  # two lists of Sample
+    async def _closed(
+        self, items: list[Item], more: Iterator[Item], users: int, limit_s: float, tell: Callable[[int], None]
+    ) -> Run:
+        queue = iter(items)
+        samples: list[Sample] = []
+        first_wave: list[Sample] = []
+        after: list[Sample] = []
         begun = time.perf_counter()
         stops = begun + limit_s if limit_s else float("inf")
 
@@ -104,9 +127,24 @@ class Driver:
                     num_sent += 1
                     tell(len(samples) + len(first_wave))
 
-        await asyncio.gather(*(user(n) for n in range(users)))
-        since = min((s.sent for s in samples), default=begun)
-        return Run(samples, since, max((s.last for s in samples), default=begun), len(first_wave))
+        async def go_on(mine: asyncio.Task[None]) -> None:
+            await mine
+            for item in more:
+                after.extend(await self._turns(item))
+
+        counted = [asyncio.create_task(user(n)) for n in range(users)]
+        fillers = [asyncio.create_task(go_on(task)) for task in counted]
+        try:
+            await asyncio.gather(*counted)
+        finally:
+            for task in (*counted, *fillers):
+                task.cancel()
+            await asyncio.gather(*fillers, return_exceptions=True)
+        since, until = (max((s.last for s in seen), default=begun) for seen in (first_wave, samples))
+        if until <= since:  # too few to tell; what there is
+            since = min((s.sent for s in samples), default=begun)
+        others = [s.last for s in (*first_wave, *after) if s.is_good]
+        return Run(samples, since, until, len(first_wave), others=others)
 
     async def _turns(self, item: Item) -> list[Sample]:
         """A conversation: each further turn sends all that was said, then something new."""

@@ -3,8 +3,10 @@
 Prompts are random token ids: the length is exact whatever the tokenizer, and nothing is in a prefix cache by chance.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -25,13 +27,22 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Lengths in tokens. `shared` is the share of the prompt that all requests of a load have in common."""
+    """Lengths in tokens. `shared` is the share of the prompt that all requests of a load have in common. Of a `mix`
+    every run of so many requests has each of its lengths once, in an order of its own; `prompt` is their mean."""
 
     prompt: int
     output: int
     shared: float = 0.0
     turns: int = 1
     vocab: int = VOCAB
+    mix: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        return max((self.prompt, *self.mix))
+
+    def __str__(self) -> str:
+        return f"{name_of(self.prompt, self.mix)}/{self.output}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +70,33 @@ def ids(random: Random, count: int, vocab: int = VOCAB) -> list[int]:
     return random.choices(range(min(1000, vocab // 4), vocab), k=count)
 
 
+def name_of(prompt: int, mix: Sequence[int]) -> str:
+    """Of a load's prompts: 512, or 128x4+1024 for a mix."""
+    counts = Counter(mix)
+    return "+".join(f"{n}x{count}" if count > 1 else str(n) for n, count in counts.items()) or str(prompt)
+
+
+def drawn(prompt: int, mix: Sequence[int], random: Random) -> Iterator[int]:
+    """Lengths of prompts, without end."""
+    while True:
+        yield from random.sample(mix, len(mix)) if mix else (prompt,)
+
+
 def items(shape: Shape, loop: Loop, count: int, seed: int) -> list[Item]:
+    return list(islice(endless(shape, loop, seed), count))
+
+
+def endless(shape: Shape, loop: Loop, seed: int) -> Iterator[Item]:
     random = Random(seed)
     common = ids(random, round(shape.prompt * shape.shared), shape.vocab)
-    out, at = [], 0.0
-    for _ in range(count):
-        prompt = common + ids(random, max(1, shape.prompt - len(common)), shape.vocab)
+    lengths = drawn(shape.prompt, shape.mix, random)
+    at = 0.0
+    for length in lengths:
+        prompt = common + ids(random, max(1, length - len(common)), shape.vocab)
         then = [ids(random, shape.prompt, shape.vocab) for _ in range(shape.turns - 1)]
         if loop.rate:
             at += _gap(random, loop)
-        out.append(Item(prompt[: shape.prompt], shape.output, at, then))
-    return out
+        yield Item(prompt[:length], shape.output, at, then)
 
 
 def _gap(random: Random, loop: Loop) -> float:

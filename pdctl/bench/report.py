@@ -11,12 +11,13 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#1a1a1a;background:#fff}
 h1{font-size:1.5em;margin:0}h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid #ccc}
 p.facts{color:#555;margin:.2em 0}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
-th,td{padding:3px 8px;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
-th{white-space:normal;vertical-align:bottom}
+th,td{padding:3px 6px;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
+th,td.list{white-space:normal}th{vertical-align:bottom}td.list{min-width:104px}
 th{background:#f3f3f3}td:first-child,th:first-child{text-align:left}.scroll{overflow-x:auto}
 .better{background:#d9efe5}.worse{background:#fbe0d0}
 .verdict{background:#f3f6fa;border-left:4px solid #0072B2;padding:.6em 1em}
-.verdict p{margin:.3em 0}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px}
+.verdict p{margin:.3em 0}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px;align-items:start}
 figure{margin:0;border:1px solid #e4e4e4;padding:6px}svg{width:100%;height:auto;display:block}
 .title{font-weight:600;font-size:13px}.tick{font-size:11px;fill:#444}.label{font-size:12px;fill:#222}
 .mid{text-anchor:middle}.end{text-anchor:end}.grid{stroke:#e6e6e6}.mark{stroke:#888;stroke-dasharray:2 3}
@@ -30,7 +31,8 @@ PARTS = ("router", "wait for grant and turn", "prefill", "rest of KV transfer", 
 def html(result: dict[str, Any]) -> str:
     box, modes = result["box"], [m["name"] for m in result["modes"]]
     facts = [
-        f"{result['started']}, {result['seconds'] / 60:.1f} minutes, {result['rounds']} rounds interleaved",
+        f"{result['started']}, {result['seconds'] / 60:.1f} minutes, {result['rounds']} rounds interleaved"
+        + ("" if result.get("is_whole", True) else ", cut short"),
         f"{box['cpu']}, {box['cores']} cores, {box['memory_gib']} GiB, {box['os']}",
         f"objectives: TTFT {result['slo']['ttft_ms']:g} ms, TPOT {result['slo']['tpot_ms']:g} ms",
         "; ".join(f"{m['name']} = {m['what']} {' '.join(m.get('sets') or ())}" for m in result["modes"]),
@@ -66,7 +68,7 @@ def _comparison(result: dict[str, Any], base: str, other: str) -> str:
         tone = "" if not is_clear else ("better" if p.change("ttft_ms") < 0 else "worse")
         cells = [
             (compare.name_of(a), ""),
-            (str(a["prompt"]), ""),
+            (compare.prompt_of(a), ""),
             (_interval(a["ttft_ms"]), ""),
             (_interval(b["ttft_ms"]), ""),
             (f"{p.change('ttft_ms'):+.0%}{'' if is_clear else ' ~'}", tone),
@@ -96,7 +98,7 @@ def _interval(spread: dict[str, float]) -> str:
 def _everything(result: dict[str, Any]) -> str:
     head = (
         "mode", "load", "prompt", "TTFT p50 / p99", "TPOT p50", "ITL p50 / p99 / max", "2nd token", "tok/s", "in SLO",
-        "KV transfer / wait ms", "wait of TTFT", "busy", "requests", "failed",
+        "KV transfer / wait ms", "wait of TTFT", "busy", "paths", "requests", "failed",
     )  # fmt: skip
     rows = []
     for c in result["cells"]:
@@ -104,7 +106,7 @@ def _everything(result: dict[str, Any]) -> str:
         cells = [
             c["mode"],
             compare.name_of(c),
-            str(c["prompt"]),
+            compare.prompt_of(c),
             f"{c['ttft_ms']['p50']:.0f} / {c['ttft_ms']['p99']:.0f}",
             f"{c['tpot_ms']['p50']:.1f}",
             f"{itl['p50']:.1f} / {itl['p99']:.0f} / {itl['max']:.0f}",
@@ -114,10 +116,12 @@ def _everything(result: dict[str, Any]) -> str:
             f"{t['mean_ms']:.1f} / {t['exposed_ms'] or 0:.1f}" if t else "–",
             f"{t['share_of_ttft']:.0%}" if t else "–",
             " ".join(f"{role} {share:.0%}" for role, share in c["utilisation"].items()) or "–",
+            compare.paths_of(c),
             str(c["requests"]),
             str(c["errors"] or "–"),
         ]
-        rows.append("".join(f"<td>{escape(text)}</td>" for text in cells))
+        lists = (head.index("busy"), head.index("paths"))
+        rows.append("".join(f"<td{' class=list' * (i in lists)}>{escape(text)}</td>" for i, text in enumerate(cells)))
     return f"<h2>Every cell</h2>{_table(head, rows)}"
 
 
@@ -135,10 +139,11 @@ def _plots(result: dict[str, Any]) -> list[str]:
     for prompt in sorted({c["prompt"] for c in result["cells"]}):
         cells = [c for c in result["cells"] if c["prompt"] == prompt and c["requests"]]
         if cells:
-            out.append(_cdf(f"TTFT, prompt {prompt}", cells, "ttft_cdf", slo["ttft_ms"]))
-            out.append(_cdf(f"Gaps between tokens, prompt {prompt}", cells, "itl_cdf", slo["tpot_ms"]))
-    out += [_curve(result, "goodput", "goodput, requests/s"), *_frontiers(result), _waterfall(result)]
-    return [plot for plot in out + _timelines(result) if plot]
+            name = compare.prompt_of(cells[0])
+            out.append(_cdf(f"TTFT, prompt {name}", cells, "ttft_cdf", slo["ttft_ms"]))
+            out.append(_cdf(f"Gaps between tokens, prompt {name}", cells, "itl_cdf", slo["tpot_ms"]))
+    out += [_curve(result, "goodput", "goodput, requests/s"), *_frontiers(result), *_timelines(result)]
+    return [plot for plot in [*out, _waterfall(result)] if plot]
 
 
 def _modes(result: dict[str, Any]) -> dict[str, int]:
@@ -177,7 +182,8 @@ def _curve(result: dict[str, Any], quantity: str, label: str) -> str:
             ]
             points = sorted((_weight(c), float(c[quantity])) for c in own)
             if points:
-                series.append(Series(f"{mode}, prompt {prompt}", points, colour, dash, has_dots=True))
+                name = compare.prompt_of(own[0])
+                series.append(Series(f"{mode}, prompt {name}", points, colour, dash, has_dots=True))
     x = axis("requests/s sent" if is_open else "concurrency", [v for s in series for v, _ in s.points])
     y = axis(label, [v for s in series for _, v in s.points])
     return lines(f"Goodput against {'rate' if is_open else 'concurrency'}", series, x, y)
@@ -188,25 +194,23 @@ def _frontiers(result: dict[str, Any]) -> list[str]:
     where a budget was swept, over the budgets at each load."""
     groups = compare.families(result)
     prompts = sorted({c["prompt"] for c in result["cells"]})
-    if max(map(len, groups.values())) == 1:
-        series = [
-            _front(f"{name}, prompt {prompt}", own, colour, dash, compare.name_of)
-            for colour, name in enumerate(groups)
-            for dash, prompt in enumerate(prompts)
-            if (own := _tailed(result, [name], prompt))
-        ]
-        return [_front_lines("Frontier: left and up is better", series)] if series else []
+    is_swept = max(map(len, groups.values())) > 1
     out = []
     for prompt in prompts:
         series = []
         for colour, (family, modes) in enumerate(groups.items()):
             cells = _tailed(result, modes, prompt)
+            if not is_swept:
+                series += [_front(family, cells, colour, 0, compare.name_of)] if cells else []
+                continue
             for dash, load in enumerate(sorted({_weight(c) for c in cells})):
                 own = [c for c in cells if _weight(c) == load]
                 budget = _budget_of(family) if len(modes) > 1 else (lambda cell: "")
                 series.append(_front(f"{family}, {compare.name_of(own[0])}", own, colour, dash, budget))
         if series:
-            out.append(_front_lines(f"Frontier over budgets, prompt {prompt}: left and up is better", series))
+            name = compare.prompt_of(next(c for c in result["cells"] if c["prompt"] == prompt))
+            over = "budgets" if is_swept else "loads"
+            out.append(_front_lines(f"Frontier over {over}, prompt {name}: left and up is better", series))
     return out
 
 
@@ -233,7 +237,7 @@ def _front_lines(title: str, series: list[Series]) -> str:
 
 def _waterfall(result: dict[str, Any]) -> str:
     rows = []
-    for c in result["cells"]:
+    for c in sorted(result["cells"], key=lambda c: (c["prompt"], _weight(c))):
         s = c["stages_ms"]
         if "first_token_ms" not in s:
             continue
@@ -250,7 +254,7 @@ def _waterfall(result: dict[str, Any]) -> str:
             if moment is not None and moment > last:
                 parts.append((name, last, float(moment)))
                 last = float(moment)
-        rows.append((f"{c['mode']} {c['prompt']} × {compare.name_of(c)}", parts))
+        rows.append((f"{compare.prompt_of(c)} × {compare.name_of(c)}, {c['mode']}", parts))
     return bars("Where the time goes (median, to the second token)", rows, "ms from arrival", PARTS) if rows else ""
 
 
@@ -262,7 +266,7 @@ def _timelines(result: dict[str, Any]) -> list[str]:
         if not own:
             continue
         cell = max(own, key=lambda c: (_weight(c), c["prompt"]))
-        where = f"{mode}, prompt {cell['prompt']} × {compare.name_of(cell)}"
+        where = f"{mode}, prompt {compare.prompt_of(cell)} × {compare.name_of(cell)}"
         out.append(_gauges(f"Queues: {where}", cell["timeline"], ("waiting", "running"), "sequences"))
         out.append(_gauges(f"KV blocks: {where}", _shares(cell["timeline"]), ("used", "granted"), "share of the pool"))
     return out

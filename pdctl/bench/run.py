@@ -4,9 +4,11 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pdctl.bench import compare, criteria, results, term
@@ -31,6 +33,7 @@ class Asked:
     root: Path
     modes: tuple[str, ...] = ()
     prompts: tuple[int, ...] = ()
+    mixes: tuple[tuple[int, ...], ...] = ()
     output: int = 0
     concurrencies: tuple[int, ...] = ()
     rates: tuple[float, ...] = ()
@@ -77,6 +80,14 @@ def plan_of(asked: Asked) -> Plan:
     )
 
 
+def mix_of(text: str) -> tuple[int, ...]:
+    """ "128,128,1024": of three prompts two are short."""
+    lengths = tuple(int(word) for word in text.split(",") if word.strip().isdecimal())
+    if len(lengths) != text.count(",") + 1 or min(lengths) < 1:
+        raise UsageError(f"--mix {text} is not like 128,128,128,128,1024")
+    return lengths
+
+
 def rates_of(texts: Sequence[str]) -> tuple[float, ...]:
     """ "2" is one rate, "1..8" doubles from one end to the other: 1, 2, 4, 8."""
     rates: list[float] = []
@@ -107,8 +118,9 @@ def _keys(asked: Asked) -> list[Key]:
     output = asked.output or (16 if asked.is_quick else 64)
     if not 0 <= asked.shared <= 1:
         raise UsageError("--shared is a share, 0 to 1")
-    prompts = asked.prompts or (QUICK_PROMPTS if asked.is_quick else PROMPTS)
+    prompts = asked.prompts or (() if asked.mixes else QUICK_PROMPTS if asked.is_quick else PROMPTS)
     shapes = [Shape(prompt, output, asked.shared, asked.turns, asked.vocab) for prompt in prompts]
+    shapes += [Shape(round(fmean(m)), output, vocab=asked.vocab, mix=m) for m in asked.mixes]
     if asked.trace is not None:
         return [Key(Shape(0, 0), Loop(rate=r, trace=asked.trace)) for r in asked.rates or (0.0,)]
     if asked.rates and not asked.concurrencies:
@@ -125,13 +137,14 @@ def bench(asked: Asked, *, fail_on: tuple[str, ...], output: Path | None, report
     progress = Progress()
     # As Ctrl-C: whatever stack is up goes down.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
+    keep: Callable[[dict[str, Any]], None] = partial(_write, output) if output is not None else _forget
     try:
-        result = Session(plan, progress.show).run()
+        result = Session(plan, progress.show, keep).run()
     finally:
         progress.clear()
     result["verdict"] = compare.verdict(result)
+    keep(result)
     if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         note(f"result: {output}")
     if report is not None:
         report.write_text(html(result), encoding="utf-8")
@@ -141,6 +154,16 @@ def bench(asked: Asked, *, fail_on: tuple[str, ...], output: Path | None, report
     else:
         tell(result)
     return _code(result, wanted)
+
+
+def _write(file: Path, result: dict[str, Any]) -> None:
+    """All of it or nothing: who reads it meanwhile finds a whole one."""
+    beside = file.with_name(file.name + ".part")
+    beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    beside.replace(file)
+
+
+def _forget(result: dict[str, Any]) -> None: ...
 
 
 def tell(result: dict[str, Any]) -> None:

@@ -19,12 +19,13 @@ from pdctl.bench.calibrate import Calibration
 from pdctl.bench.cells import Cell, Key
 from pdctl.bench.driver import Driver, Run
 from pdctl.bench.gauges import Gauges, watch
-from pdctl.bench.loads import VOCAB, Item, Loop, Shape, from_trace, items
+from pdctl.bench.loads import VOCAB, Item, Loop, Shape, endless, from_trace, items
 from pdctl.bench.target import Mode, Stage, Target
 from pdctl.bench.traces import read as read_trace
 from pdctl.render import note
 
 WARM_UP = (16, 4)  # prompt, output
+MORE = 1_000_000  # to the seed of what keeps users at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,16 @@ class Plan:
 
 
 class Session:
-    def __init__(self, plan: Plan, tell: Callable[[int, int, str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tell: Callable[[int, int, str], None],
+        keep: Callable[[dict[str, Any]], None] = lambda result: None,
+    ) -> None:
+        """`keep` gets what there is after each round of a mode, so that a bench that is cut short still counts."""
         self._plan = plan
         self._tell = tell
+        self._keep = keep
         self._cells = {(m.name, k): Cell(m.name, k) for m in plan.modes for k in plan.keys}
         self._targets: dict[str, Target] = {}
         self._calibration = calibrate.empty()
@@ -70,7 +78,10 @@ class Session:
                 for mode in plan.modes[:: -1 if number % 2 else 1]:
                     target, is_new = stage.on(mode)
                     self._targets[mode.name] = target
-                    asyncio.run(self._round(target, number, is_new))
+                    try:
+                        asyncio.run(self._round(target, number, is_new))
+                    finally:
+                        self._keep(self._result(started))
         return self._result(started)
 
     async def _round(self, target: Target, number: int, is_new: bool) -> None:
@@ -82,15 +93,16 @@ class Session:
                 points = Calibration(driver, target, self._calibration, self._plan.vocab, note)
                 await points.run(self._longest())
             for index, key in enumerate(self._plan.keys):
-                load = self._load(key, self._plan.seed + 1000 * number + index)
+                seed = self._plan.seed + 1000 * number + index
+                load = self._load(key, seed)
                 self._tell(self._num_done, self._plan.num_runs, f"{target.mode.name} {key}")
                 cell = self._cells[target.mode.name, key]
-                cell.runs.append(await self._measure(driver, target, key, load, cell))
+                cell.runs.append(await self._measure(driver, target, key, load, seed, cell))
                 self._num_done += 1
 
     def _longest(self) -> int:
         """Prompt of the grid; a trace has its own lengths, and calibrates the usual ones."""
-        grid = max(key.shape.prompt for key in self._plan.keys)
+        grid = max(key.shape.longest for key in self._plan.keys)
         return grid or min(calibrate.PROMPTS[-1], self._plan.max_len or calibrate.PROMPTS[-1])
 
     async def _warm_up(self, driver: Driver, target: Target) -> None:
@@ -100,11 +112,12 @@ class Session:
             shape = Shape(length, WARM_UP[1], vocab=self._plan.vocab)
             await driver.run(items(shape, loop, loop.concurrency, seed=length), loop)
 
-    async def _measure(self, driver: Driver, target: Target, key: Key, load: list[Item], cell: Cell) -> Run:
+    async def _measure(self, driver: Driver, target: Target, key: Key, load: list[Item], seed: int, cell: Cell) -> Run:
         gauges = Gauges()
         watcher = asyncio.create_task(watch(target.server.url, target.server.key, gauges))
         try:
-            return await driver.run(load, key.loop, limit_s=self._plan.limit_s)
+            more = () if key.loop.is_open else endless(key.shape, key.loop, seed + MORE)
+            return await driver.run(load, key.loop, more=more, limit_s=self._plan.limit_s)
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -121,8 +134,10 @@ class Session:
     def _result(self, started: float) -> dict[str, Any]:
         plan = self._plan
         found = [cell for cell in self._cells.values() if cell.runs]
+        calibration = self._calibration
         if not plan.is_calibrating:
-            derive(found, self._targets, self._calibration)
+            calibration = calibrate.empty()
+            derive(found, self._targets, calibration)
         return {
             "version": 1,
             "kind": "bench",
@@ -131,9 +146,10 @@ class Session:
             "box": box(),
             "slo": {"ttft_ms": plan.ttft_s * 1e3, "tpot_ms": plan.tpot_s * 1e3},
             "rounds": plan.rounds,
+            "is_whole": self._num_done == plan.num_runs,
             "modes": [self._targets[m.name].to_json() for m in plan.modes if m.name in self._targets],
             "cells": [cells.to_json(cell, plan.ttft_s, plan.tpot_s) for cell in found],
-            "calibration": self._calibration,
+            "calibration": calibration,
         }
 
 

@@ -192,6 +192,7 @@ def _layout(config: Config) -> tuple[dict[str, int], dict[str, Any]]:
         "max_seqs": config.prefill.max_seqs,
         "max_running": config.decode.max_running,
         "local_prefill_tokens": local if isinstance(local, int) else (256 if pool.gpus else 32),
+        "tpot_objective_s": 0.0 if isinstance(local, int) else config.slo.tpot_p95,
         "block_size": config.model.block_size,
         "queue_high": config.router.queue_high,
         "prefill_queue_high": config.prefill.queue_high,

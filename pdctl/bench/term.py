@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdctl.bench.compare import name_of
+from pdctl.bench.compare import name_of, prompt_of
 
 WIDTH = 40
 SHADES = " ▁▂▃▄▅▆▇█"
@@ -46,4 +46,4 @@ def _bars(result: dict[str, Any]) -> str:
 
 
 def _name(cell: dict[str, Any]) -> str:
-    return f"{cell['mode']} {cell['prompt']} x {name_of(cell)}"
+    return f"{cell['mode']} {prompt_of(cell)} x {name_of(cell)}"

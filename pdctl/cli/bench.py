@@ -27,6 +27,9 @@ def bench(
         bool, typer.Option("--calibrate", help="also measure stages, for `pdctl plan --stages`")
     ] = False,
     prompt: Annotated[list[int] | None, typer.Option(help="tokens; repeatable")] = None,
+    mix: Annotated[
+        list[str] | None, typer.Option(metavar="N,N,..", help="prompts of these lengths, as many of each; repeatable")
+    ] = None,
     output: Annotated[int, typer.Option(help="tokens of an answer")] = 0,
     concurrency: Annotated[
         list[int] | None, typer.Option("-c", "--concurrency", help="closed loop; repeatable")
@@ -68,6 +71,7 @@ def bench(
         root=settings(context).root,
         modes=tuple(mode or ()),
         prompts=tuple(prompt or ()),
+        mixes=tuple(run.mix_of(text) for text in mix or ()),
         output=output,
         concurrencies=tuple(concurrency or ()),
         rates=run.rates_of(rate or ()),

@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from pdctl.bench.compare import ENOUGH
 from pdctl.exits import UsageError
 from pdctl.plan.loads import Lengths, closed, poisson
 from pdctl.plan.sim import Cluster, Layout, Sizes
 from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo
 from pdctl.render import table
+from server.router.choice import Rates
 
 QUANTITIES = ("ttft", "tpot", "goodput")
-MIN_REQUESTS = 40
+MIN_REQUESTS = 40  # of a cell that does not say how many it had
+CLOSE = 0.05  # means of TTFT no further apart than this stand in no order
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Graded:
     rate: float
     is_fitted: bool
     values: dict[str, tuple[float, float]]
+    ttft_between: tuple[float, float]  # 95 % interval of the measured mean
 
     def error(self, quantity: str) -> float | None:
         """As a share of what was measured; None where that is 0 and the prediction is not."""
@@ -46,7 +50,12 @@ def grade(result: dict[str, Any], stages: Stages, sizes: Sizes) -> list[Graded]:
     cells = [cell for cell in result.get("cells", []) if layouts.get(cell["mode"]) and cell.get("requests")]
     if not cells:
         raise UsageError("the result holds no cell of a stack whose workers are known")
-    return [_cell(c, layouts[c["mode"]], stages, own.get(c["mode"], sizes), slo) for c in cells]
+    learnt = {mode: Rates() for mode in layouts}
+    for _ in range(2):  # rounds: in the first one a router learns what it begins all later ones with
+        graded = [
+            _cell(c, layouts[c["mode"]], stages, own.get(c["mode"], sizes), slo, learnt[c["mode"]]) for c in cells
+        ]
+    return graded
 
 
 def _layout(mode: dict[str, Any]) -> Layout | None:
@@ -55,24 +64,36 @@ def _layout(mode: dict[str, Any]) -> Layout | None:
     return Layout(**layout) if layout else None
 
 
-def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Sizes, slo: Slo) -> Graded:
+def _cell(cell: dict[str, Any], layout: Layout | None, stages: Stages, sizes: Sizes, slo: Slo, rates: Rates) -> Graded:
     assert layout is not None
     shared, turns = float(cell.get("shared") or 0), int(cell.get("turns") or 1)
     # Of a conversation the first prompt is asked for; what came is the mean over its turns.
-    prompt = cell["prompt"] if turns > 1 else round(cell["prompt_tokens"])
-    lengths = Lengths(prompt, round(cell["output_tokens"]), shared=shared, turns=turns)
+    mix = tuple(cell.get("mix") or ())
+    prompt = cell["prompt"] if turns > 1 or mix else round(cell["prompt_tokens"])
+    lengths = Lengths(prompt, round(cell["output_tokens"]), shared=shared, turns=turns, mix=mix)
     sizes = replace(sizes, prefix_cache=lengths.has_prefixes)
     concurrency, rate = int(cell.get("concurrency") or 0), float(cell.get("rate") or 0)
-    count = max(MIN_REQUESTS, 8 * concurrency)
-    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency)
+    count = _num_requests(cell)
+    cluster = Cluster(layout, stages, sizes, slo, skip=concurrency or count // 10, rates=rates)
     load = closed(count, lengths) if concurrency else poisson(rate, count, lengths, burst=cell.get("burst") or 1.0)
-    seen = cluster.run(load, concurrency=concurrency)
+    seen = cluster.run(load, concurrency=concurrency, more=closed(1 << 30, lengths, seed=2))
     values = {
         "ttft": (seen.ttft_mean * 1e3, cell["ttft_ms"]["mean"]),
         "tpot": (seen.tpot_mean * 1e3, cell["tpot_ms"]["mean"]),
         "goodput": (seen.goodput, cell["goodput"]),
     }
-    return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, bool(cell.get("fitted")), values)
+    ttft = cell["ttft_ms"]
+    between = (ttft.get("low", ttft["mean"]), ttft.get("high", ttft["mean"]))
+    if cell["requests"] < ENOUGH:
+        between = 0.0, float("inf")  # whatever its interval
+    is_fitted = bool(cell.get("fitted"))
+    return Graded(cell["mode"], cell["prompt"], cell["output"], concurrency, rate, is_fitted, values, between)
+
+
+def _num_requests(cell: dict[str, Any]) -> int:
+    """Of one round. A closed loop of few requests is not that of many: its users start together and end apart."""
+    rounds = int(cell.get("rounds") or 0)
+    return round((cell["requests"] + cell.get("dropped", 0)) / rounds) if rounds else MIN_REQUESTS
 
 
 def medians(graded: list[Graded]) -> dict[str, float]:
@@ -83,7 +104,8 @@ def medians(graded: list[Graded]) -> dict[str, float]:
 
 
 def ranking(graded: list[Graded]) -> tuple[int, int]:
-    """(cells in which the modes stand in the measured order of TTFT, cells that have several modes)."""
+    """(loads under which the modes stand in the measured order of TTFT, loads with several modes). Two modes whose
+    measured intervals overlap, or whose means are within CLOSE, have no order."""
     groups: dict[tuple[int, int, int, float], list[Graded]] = {}
     for g in graded:
         groups.setdefault((g.prompt, g.output, g.concurrency, g.rate), []).append(g)
@@ -92,9 +114,13 @@ def ranking(graded: list[Graded]) -> tuple[int, int]:
 
 
 def _same_order(group: list[Graded]) -> bool:
-    predicted = sorted(group, key=lambda g: g.values["ttft"][0])
-    measured = sorted(group, key=lambda g: g.values["ttft"][1])
-    return [g.mode for g in predicted] == [g.mode for g in measured]
+    pairs = [(a, b) for a in group for b in group if _is_clearly_sooner(a, b)]
+    return all(a.values["ttft"][0] < b.values["ttft"][0] for a, b in pairs)
+
+
+def _is_clearly_sooner(a: Graded, b: Graded) -> bool:
+    is_apart = a.values["ttft"][1] * (1 + CLOSE) < b.values["ttft"][1]
+    return is_apart and a.ttft_between[1] < b.ttft_between[0]
 
 
 def to_json(graded: list[Graded], source: str) -> dict[str, Any]:
@@ -135,5 +161,5 @@ def show(graded: list[Graded]) -> str:
     header = ("MODE", "PROMPT", "LOAD", "TTFT MS", "TPOT MS", "GOODPUT/S", "")
     right, total = ranking(graded)
     errors = ", ".join(f"{q} {error:.0%}" for q, error in medians(graded).items())
-    order = f"; modes in the measured order of TTFT in {right} of {total} cells" if total else ""
+    order = f"; modes in the measured order of TTFT in {right} of {total} loads" if total else ""
     return f"predicted / measured\n{table(rows, header)}\nmedian error: {errors}{order}"

@@ -5,6 +5,7 @@ Sources, in a result's "calibration" (written by `pdctl bench`, more of them wit
     prefill     [role, tokens, seconds, busy]            a prompt that no other shares its worker with
     decode      [role, batch, context, seconds, busy]    a step: the median gap while `batch` sequences decode together
     transfer    [tokens, bytes, seconds]                 what of a transfer was left when the prompt was read
+    grants      seconds                                  from asking for one to having it, two messages
 
 `busy` is the share of the other workers that computed meanwhile: what it costs is fitted first, and taken out.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pdctl.exits import UsageError
-from pdctl.plan.stages import Stages, StepModel
+from pdctl.plan.stages import Contention, Stages, StepModel
 
 Terms = tuple[float, float, float]
 
@@ -46,12 +47,11 @@ def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> li
 def fit(calibration: dict[str, Any], source: str) -> Stages:
     """Raises UsageError when it holds too little. A role without figures takes those of another."""
     chunk = int(calibration.get("chunk_tokens") or 256)
-    prompt_contention = contention(calibration.get("prefill", []))
-    decode_contention = contention(calibration.get("decode", []))
+    found = _contention(calibration)
     calibration = {
         **calibration,
-        "prefill": _alone(calibration.get("prefill", []), prompt_contention),
-        "decode": _alone(calibration.get("decode", []), decode_contention),
+        "prefill": _alone(calibration.get("prefill", []), found.read_read, found.read_write),
+        "decode": _alone(calibration.get("decode", []), found.write_write, found.write_read),
     }
     readers = {role: terms for role in ROLES if (terms := _reading(calibration, role, chunk))}
     writers = {role: terms for role in ROLES if (terms := _decoding(calibration, role))}
@@ -71,25 +71,42 @@ def fit(calibration: dict[str, Any], source: str) -> Stages:
         link_bytes_s=bytes_s,
         link_latency_s=latency,
         router_s=float(calibration.get("router_s") or 0.0),
+        hop_s=median(grants) / 2 if (grants := calibration.get("grants")) else 0.0,
+        router_busy_s=float(calibration.get("router_busy_s") or 0.0),
         source=source,
         chunk_tokens=chunk,
         max_batch=int(calibration.get("max_batch") or 64),
-        prompt_contention=prompt_contention,
-        decode_contention=decode_contention,
+        contention=found,
     )
 
 
-def contention(points: Sequence[Sequence[Any]]) -> float:
-    """By what share a step is longer while all others compute: the median over what was measured both ways."""
+def _contention(calibration: dict[str, Any]) -> Contention:
+    """While a prefill worker is measured the others write, while a decode worker is they read; the others of a
+    colocated one do as it does. What was not measured is as what was."""
+    prompts, decoding = calibration.get("prefill", []), calibration.get("decode", [])
+    among, beside = longer(prompts, {"colocated"}), longer(prompts, {"prefill"})
+    reading = among if among is not None else beside or 0.0, beside if beside is not None else among or 0.0
+    among, beside = longer(decoding, {"colocated"}), longer(decoding, {"decode"})
+    writing = beside if beside is not None else among or 0.0, among if among is not None else beside or 0.0
+    return Contention(*reading, *writing)
+
+
+def longer(points: Sequence[Sequence[Any]], roles: set[str]) -> float | None:
+    """By what share a step of such workers is longer while all others compute: the median over what was measured both
+    ways. None where nothing was."""
     seen: dict[tuple[Any, ...], tuple[list[float], list[float]]] = {}
-    for *what, seconds, busy in points:
-        seen.setdefault(tuple(what), ([], []))[int(busy > 0.5)].append(float(seconds))
+    for role, *what, seconds, busy in points:
+        if role in roles:
+            seen.setdefault(tuple(what), ([], []))[int(busy > 0.5)].append(float(seconds))
     ratios = [median(loaded) / median(alone) for alone, loaded in seen.values() if alone and loaded]
-    return round(max(0.0, median(ratios) - 1), 4) if ratios else 0.0
+    return round(max(0.0, median(ratios) - 1), 4) if ratios else None
 
 
-def _alone(points: Sequence[Sequence[Any]], share: float) -> list[list[Any]]:
-    return [[*what, seconds / (1 + share * busy)] for *what, seconds, busy in points]
+def _alone(points: Sequence[Sequence[Any]], among: float, beside: float) -> list[list[Any]]:
+    """As if nobody else had computed: `among` equals, or `beside` others."""
+    return [
+        [role, *what, s / (1 + (among if role == "colocated" else beside) * busy)] for role, *what, s, busy in points
+    ]
 
 
 def _reading(calibration: dict[str, Any], role: str, chunk: int) -> Terms | None:

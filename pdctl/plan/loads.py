@@ -1,8 +1,11 @@
 """Loads to simulate: when requests come and how long they are. A closed loop's come when an earlier one ends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from random import Random
+
+from pdctl.bench.loads import drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +27,20 @@ class Lengths:
     spread: float = 0.0
     shared: float = 0.0
     turns: int = 1
+    mix: tuple[int, ...] = ()  # of prompts, as `bench.loads.Shape` has it
 
     @property
     def has_prefixes(self) -> bool:
         return self.shared > 0 or self.turns > 1
 
-    def arrival(self, at: float, random: Random) -> Arrival:
+    def arrivals(self, moments: Iterable[float], random: Random) -> Iterator[Arrival]:
         prefix = ((1, round(self.prompt * self.shared)),) if self.shared else ()
-        return Arrival(at, *self.draw(random), prefix, (self.prompt,) * (self.turns - 1))
-
-    def draw(self, random: Random) -> tuple[int, int]:
-        if not self.spread:
-            return self.prompt, self.output
-        return self._one(random, self.prompt), self._one(random, self.output)
+        prompts = drawn(self.prompt, self.mix, random)
+        for at, prompt in zip(moments, prompts, strict=False):
+            output = self.output
+            if self.spread:
+                prompt, output = self._one(random, self.prompt), self._one(random, self.output)
+            yield Arrival(at, prompt, output, prefix, (self.prompt,) * (self.turns - 1))
 
     def _one(self, random: Random, mean: int) -> int:
         shape = self.spread**-2
@@ -45,18 +49,21 @@ class Lengths:
 
 def poisson(rate: float, count: int, lengths: Lengths, seed: int = 1, burst: float = 1.0) -> Iterator[Arrival]:
     """`burst` is the coefficient of variation of the gaps between arrivals: 1 is Poisson, above it comes in bursts."""
-    random, at = Random(seed), 0.0
+    random = Random(seed)
     shape = burst**-2
-    for _ in range(count):
-        at += random.gammavariate(shape, 1 / (rate * shape)) if burst != 1.0 else random.expovariate(rate)
-        yield lengths.arrival(at, random)
+
+    def moments() -> Iterator[float]:
+        at = 0.0
+        for _ in range(count):
+            at += random.gammavariate(shape, 1 / (rate * shape)) if burst != 1.0 else random.expovariate(rate)
+            yield at
+
+    return lengths.arrivals(moments(), random)
 
 
 def closed(count: int, lengths: Lengths, seed: int = 1) -> Iterator[Arrival]:
     """For Cluster.run(concurrency=n): `at` is not looked at."""
-    random = Random(seed)
-    for _ in range(count):
-        yield lengths.arrival(0.0, random)
+    return lengths.arrivals(repeat(0.0, count), Random(seed))
 
 
 def scaled(trace: list[Arrival], rate: float) -> list[Arrival]:

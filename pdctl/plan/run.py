@@ -127,6 +127,7 @@ def sizes_of(config: Config, stages: Stages) -> Sizes:
         max_seqs=pool.max_seqs,
         max_running=config.decode.max_running,
         local_prefill_tokens=local if isinstance(local, int) else (CPU_LOCAL_PREFILL if on_cpu else 256),
+        tpot_objective_s=0.0 if isinstance(local, int) else config.slo.tpot_p95,
         block_size=config.model.block_size,
         prefill_queue_high=config.prefill.queue_high,
         rest_s=config.hybrid.rest_s,

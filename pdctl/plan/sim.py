@@ -21,8 +21,10 @@ from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo, Summary, Tally
 from pdctl.plan.worker import TOKEN, Request, SimWorker
 from server.engine.block_pool import BlockPool
+from server.engine.local_prefill import LocalPrefill
 from server.engine.scheduler import Limits, Step
 from server.router.attempt import Plan
+from server.router.choice import Rates
 from server.sequence import SamplingParams, SeqId
 
 AHEAD = 4
@@ -58,7 +60,8 @@ class Sizes:
     chunk_tokens: int = 1024
     max_seqs: int = 16
     max_running: int = 64
-    local_prefill_tokens: int | None = 256
+    local_prefill_tokens: int | None = 256  # of a decode worker's first steps; for ever without an objective
+    tpot_objective_s: float = 0.0  # by which its later steps measure how many they carry, as the server's do
     num_blocks: int = 16_384
     block_size: int = 16
     age_limit_s: float = 5.0
@@ -80,10 +83,14 @@ class Cluster:
         slo: Slo | None = None,
         skip: int = 0,
         can_leap: bool = True,
+        rates: Rates | None = None,
     ) -> None:
+        """`rates`: what the router knows of its workers from loads before this one."""
         self.now = 0.0
-        self.tally = Tally(slo, skip)
+        self.tally = Tally(slo)
+        self._num_warm_up = skip
         self._layout, self._stages, self._sizes = layout, stages, sizes or Sizes()
+        self._hop_s = stages.hop_s or self._sizes.hop_s
         self._can_leap = can_leap
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
         self._order = count()
@@ -105,8 +112,12 @@ class Cluster:
             prefill_queue_high=self._sizes.prefill_queue_high,
             rest_s=self._sizes.rest_s,
         )
+        self.router.chooser.rates = rates or self.router.chooser.rates
         self._seen = {seen.name: seen for seen in (*self.router.readers, *self.router.writers)}
         self._arrivals: Iterator[Arrival] = iter(())
+        self._more: Iterator[Arrival] = iter(())
+        self._num_left = 0  # of the arrivals so far, not ended
+        self._is_over = False
         self._is_closed = False
         self._limit_missed = 1 << 60
         self._count = count()
@@ -136,32 +147,45 @@ class Cluster:
                 self.tally.gaps,
                 self._slowdown if self._stages.has_contention else None,
                 self._can_leap,
+                self._local_prefill(role),
             )
             for i in range(size)
         ]
+
+    def _local_prefill(self, role: str) -> LocalPrefill | None:
+        objective, start = self._sizes.tpot_objective_s, self._sizes.local_prefill_tokens
+        is_measured = role == "decode" and objective > 0 and self._layout.threshold > 0
+        return LocalPrefill(objective, start) if is_measured and start is not None else None
 
     def _blocks(self) -> BlockPool:
         pool = BlockPool(self._sizes.num_blocks, self._sizes.block_size, self._sizes.prefix_cache)
         pool.is_watched = self._sizes.prefix_cache
         return pool
 
-    def _slowdown(self, worker: SimWorker, is_decoding: bool) -> float:
-        """By those who compute as this step begins, `worker` not counted."""
-        workers = (*self._readers, *self._writers)
-        busy = sum(other.is_computing for other in workers if other is not worker)
-        most = self._stages.decode_contention if is_decoding else self._stages.prompt_contention
-        return 1 + most * busy / max(1, len(workers) - 1)
+    def _slowdown(self, worker: SimWorker) -> tuple[float, float]:
+        """Of reading and of writing, by what the others compute as this step begins."""
+        others = [other for other in (*self._readers, *self._writers) if other is not worker and other.is_computing]
+        num_writers = sum(other.is_decoding for other in others)
+        return self._stages.contention.slowdown(len(others) - num_writers, num_writers, len(self._workers) - 1)
 
     # The event loop
 
-    def run(self, arrivals: Iterable[Arrival], *, concurrency: int = 0, max_missed: int = 1 << 60) -> Summary:
-        """Open loop, or closed with `concurrency` at a time. Stops early once `max_missed` missed the objectives."""
-        self._arrivals = iter(arrivals)
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        concurrency: int = 0,
+        more: Iterable[Arrival] = (),
+        max_missed: int = 1 << 60,
+    ) -> Summary:
+        """Open loop, or closed with `concurrency` at a time, who go on with `more` until all of `arrivals` ended. Stops
+        early once `max_missed` missed the objectives."""
+        self._arrivals, self._more = iter(arrivals), iter(more)
         self._is_closed, self._limit_missed = concurrency > 0, max_missed
         for _ in range(max(1, concurrency)):
             self._next()
         events, pop = self._events, heapq.heappop
-        while events and self.tally.num_missed <= max_missed:
+        while events and not self._is_over and self.tally.num_missed <= max_missed:
             self.now, _, handler, argument = pop(events)
             handler(argument)
         return self.tally.summary(self.utilisation(), self.router.most_waiting)
@@ -181,7 +205,11 @@ class Cluster:
     def _next(self, _: object = None) -> None:
         arrival = next(self._arrivals, None)
         if arrival is not None:
+            self._num_left += 1
             self._at(self.now if self._is_closed else arrival.at, self._arrive, arrival)
+        elif self._is_closed and (arrival := next(self._more, None)) is not None:
+            self._is_over = not self._num_left
+            self._at(self.now, self._fill, arrival)
 
     # The router
 
@@ -189,6 +217,9 @@ class Cluster:
         if not self._is_closed:
             self._next()
         self._ask_for(self._prompt(arrival), arrival.output, arrival.then)
+
+    def _fill(self, arrival: Arrival) -> None:
+        self._ask_for(self._prompt(arrival), arrival.output, arrival.then, is_filler=True)
 
     def _prompt(self, arrival: Arrival) -> list[int]:
         if not self._sizes.prefix_cache:
@@ -200,14 +231,17 @@ class Cluster:
         """Tokens that nothing else begins with."""
         return [FRESH + next(self._count)] * num_tokens
 
-    def _ask_for(self, prompt: list[int], output: int, then: tuple[int, ...]) -> None:
+    def _ask_for(self, prompt: list[int], output: int, then: tuple[int, ...], is_filler: bool = False) -> None:
         if not self.router.admit():
+            self._num_left -= not is_filler
             self.tally.refuse()
             if self._is_closed:
                 self._at(self.now + max(RETRY_S, self._stages.router_s), self._next, None)
             return
         seq_id, params = SeqId("sim", next(self._count), 0), SamplingParams(max_tokens=output)
-        request = Request(seq_id, self.now, prompt, params, then=then)
+        request = Request(seq_id, self.now, prompt, params, then=then, is_filler=is_filler)
+        request.is_warm_up = self._num_warm_up > 0
+        self._num_warm_up -= request.is_warm_up
         self._look()
         self._send(request, self.router.choose(prompt, self.now))
 
@@ -221,7 +255,13 @@ class Cluster:
 
     def _send(self, request: Request, plan: Plan) -> None:
         self.router.send(request, plan, self.now)
-        self._at(self.now + self._stages.router_s, self._add if plan.route.prefill is None else self._read, request)
+        self._at(self.now + self._router_s(), self._add if plan.route.prefill is None else self._read, request)
+
+    def _router_s(self) -> float:
+        idle, more = self._stages.router_s, self._stages.router_busy_s - self._stages.router_s
+        if more <= 0:
+            return idle
+        return idle + more * sum(worker.is_computing for worker in self._workers.values()) / len(self._workers)
 
     def _writer(self, request: Request) -> SimWorker:
         return self._workers[request.plan.route.worker.name]
@@ -238,7 +278,7 @@ class Cluster:
         pool = worker.scheduler.pool
         if plan.num_resident and len(pool.match(request.prompt[:-1])) * pool.block_size < plan.num_resident:
             self.router.go_otherwise(request, self.now)
-            self._at(self.now + 2 * self._sizes.hop_s, self._read, request)
+            self._at(self.now + 2 * self._hop_s, self._read, request)
         else:
             worker.scheduler.add(request.half(self.now))
         worker.look()
@@ -254,7 +294,7 @@ class Cluster:
 
     def _ask(self, worker: SimWorker) -> None:
         for seq in worker.scheduler.grants_wanted():
-            self._at(self.now + self._sizes.hop_s, self._expect, seq.request)  # type: ignore[attr-defined]
+            self._at(self.now + self._hop_s, self._expect, seq.request)  # type: ignore[attr-defined]
 
     def _granted(self, told: tuple[Request, int, int]) -> None:
         request, generation, num_resident = told
@@ -276,7 +316,7 @@ class Cluster:
         request.first = request.last = self.now
         self.router.has_read(request)
         if step.finished:
-            self._at(self.now + self._sizes.hop_s, self._dropped, request)
+            self._at(self.now + self._hop_s, self._dropped, request)
             self._release(request)
             self._done(request)
             return
@@ -301,7 +341,7 @@ class Cluster:
     def _grant(self, worker: SimWorker) -> None:
         for seq in worker.scheduler.grants_possible():
             told = (seq.request, seq.generation, seq.num_resident_blocks)  # type: ignore[attr-defined]
-            self._at(self.now + self._sizes.hop_s, self._granted, told)
+            self._at(self.now + self._hop_s, self._granted, told)
         self._mark(worker)
 
     def _mark(self, worker: SimWorker) -> None:
@@ -315,7 +355,7 @@ class Cluster:
         worker.interrupt()
         worker.scheduler.received(request.id, TOKEN)
         worker.look()
-        self._at(self.now + self._sizes.hop_s, self._release, request)
+        self._at(self.now + self._hop_s, self._release, request)
 
     def _dropped(self, request: Request) -> None:
         """The first token was the last: the grant is given back."""
@@ -346,9 +386,15 @@ class Cluster:
     def _done(self, request: Request) -> None:
         self.router.over(request)
         output = request.params.max_tokens
-        self.tally.add(request.arrival, request.first, request.last, output, request.transfer_s)
+        if request.is_warm_up or request.is_filler:
+            self.tally.pass_by(request.last, request.is_warm_up)
+        else:
+            self.tally.add(request.arrival, request.first, request.last, output, request.transfer_s)
         if request.then:
             more, *then = request.then
-            self._ask_for(request.prompt + [TOKEN.id] * output + self._fresh(more), output, tuple(then))
-        elif self._is_closed:
+            prompt = request.prompt + [TOKEN.id] * output + self._fresh(more)
+            self._ask_for(prompt, output, tuple(then), request.is_filler)
+            return
+        self._num_left -= not request.is_filler
+        if self._is_closed:
             self._next()

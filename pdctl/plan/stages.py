@@ -5,7 +5,8 @@ A step is linear in what it computes; reading the weights, once a step, hides be
     base + max(floor, prompt tokens * p) + decoding sequences * d + prompt tokens * context * a + context tokens * c
 
 which is the roofline of a dense transformer with its attention apart (Williams et al., CACM 2009; decode terms as in
-Zhong et al., DistServe, OSDI 2024, appendix A). Its terms are given, fitted or estimated: see fit.py and roofline.py.
+Zhong et al., DistServe, OSDI 2024, appendix A). Workers that share a memory slow each other down: what of a step reads
+prompts and what writes tokens by shares of their own. Terms are given, fitted or estimated: see fit.py, roofline.py.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,9 +27,15 @@ class StepModel:
     context_token_s: float = 0.0  # a token of context of a sequence that decodes
 
     def step_s(self, num_prompt: int, prompt_context: float, num_decoding: int, context: float) -> float:
-        attention = self.prompt_context_s * prompt_context + self.context_token_s * context
-        weights = max(self.floor_s, self.prompt_token_s * num_prompt)
-        return self.base_s + weights + self.decode_seq_s * num_decoding + attention
+        return sum(self.parts_s(num_prompt, prompt_context, num_decoding, context))
+
+    def parts_s(self, num_prompt: int, prompt_context: float, num_decoding: int, context: float) -> tuple[float, float]:
+        """(for prompts, for sequences that decode); the weights are read for prompts if there are some."""
+        weights = self.base_s + max(self.floor_s, self.prompt_token_s * num_prompt)
+        decoding = self.decode_seq_s * num_decoding + self.context_token_s * context
+        if not num_prompt:
+            return 0.0, weights + decoding
+        return weights + self.prompt_context_s * prompt_context, decoding
 
     def prefill_s(self, num_tokens: int, chunk: int) -> float:
         """A prompt alone, in chunks."""
@@ -42,6 +49,26 @@ class StepModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Contention:
+    """Cores of one socket share its memory. By what share reading prompts and writing tokens take longer while all the
+    other workers read, or write."""
+
+    read_read: float = 0.0
+    read_write: float = 0.0
+    write_read: float = 0.0
+    write_write: float = 0.0
+
+    def slowdown(self, num_readers: int, num_writers: int, num_others: int) -> tuple[float, float]:
+        """(of reading, of writing) while so many of the others do so."""
+        if not num_others:
+            return 1.0, 1.0
+        return (
+            1 + (self.read_read * num_readers + self.read_write * num_writers) / num_others,
+            1 + (self.write_read * num_readers + self.write_write * num_writers) / num_others,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """One worker of each role, the link between them, and where these numbers come from."""
 
@@ -52,16 +79,16 @@ class Stages:
     link_bytes_s: float = float("inf")
     link_latency_s: float = 0.0
     router_s: float = 0.0
+    hop_s: float = 0.0  # a control message between workers; 0: as `Sizes` say
+    router_busy_s: float = 0.0  # while all workers compute, where they leave it no core of its own; 0: no longer
     source: str = "given"
     chunk_tokens: int = 2048
     max_batch: int = 64
-    # Cores of one socket share its memory: a step takes so much longer (a share) while all the others compute.
-    prompt_contention: float = 0.0
-    decode_contention: float = 0.0
+    contention: Contention = Contention()
 
     @property
     def has_contention(self) -> bool:
-        return self.prompt_contention > 0 or self.decode_contention > 0
+        return self.contention != Contention()
 
     def transfer_s(self, num_tokens: int) -> float:
         return self.kv_token_bytes * num_tokens / self.link_bytes_s + self.link_latency_s
@@ -79,6 +106,7 @@ class Stages:
         data = dict(value)
         for role in ("prefill", "decode", "colocated"):
             data[role] = StepModel(**data[role])
+        data["contention"] = Contention(**data.get("contention", {}))
         data["link_bytes_s"] = data.get("link_bytes_s") or float("inf")
         return cls(**data)
 

@@ -62,17 +62,19 @@ class Summary:
 
 
 class Tally:
-    """Requests that finished; the first `skip` of them are warm-up."""
+    """Requests that finished, as `pdctl bench` counts them: rates are of all that end between the last end of the
+    warm-up, or the first arrival, and the last end of what counts."""
 
-    def __init__(self, slo: Slo | None = None, skip: int = 0) -> None:
+    def __init__(self, slo: Slo | None = None) -> None:
         self.slo = slo or Slo()
         self.ttft, self.tpot, self.e2e, self.transfer = array("d"), array("d"), array("d"), array("f")
         self.gaps = Gaps()
         self.num_tokens = 0
         self.num_attained = 0
         self.num_refused = 0
-        self._skip = skip
-        self._since: float | None = None
+        self._since = math.inf  # first arrival
+        self._warm = -math.inf  # last end of the warm-up
+        self._ends = array("d")
         self._until = 0.0
 
     @property
@@ -83,13 +85,16 @@ class Tally:
         """One that got 429: it has no times, and missed."""
         self.num_refused += 1
 
+    def pass_by(self, last: float, is_warm_up: bool) -> None:
+        """One that does not count, but for the rate."""
+        self._ends.append(last)
+        if is_warm_up:
+            self._warm = last
+
     def add(self, arrival: float, first: float, last: float, num_output: int, transfer_s: float = 0.0) -> None:
-        if self._skip:
-            self._skip -= 1
-            return
-        if self._since is None:
-            self._since = last
+        self._since = min(self._since, arrival)
         self._until = last
+        self._ends.append(last)
         ttft = first - arrival
         tpot = (last - first) / (num_output - 1) if num_output > 1 else 0.0
         self.ttft.append(ttft)
@@ -101,9 +106,11 @@ class Tally:
 
     def summary(self, utilisation: dict[str, float], most_waiting: int = 0) -> Summary:
         count = len(self.ttft)
-        seconds = max(1e-9, self._until - (self._since or 0.0))
+        since = self._warm if self._warm > -math.inf else self._since
+        seconds = max(1e-9, self._until - since)
         ttft, tpot = sorted(self.ttft), sorted(self.tpot)
-        rate, attained = (count - 1) / seconds, self.num_attained / max(1, count + self.num_refused)
+        rate = sum(since < end <= self._until for end in self._ends) / seconds
+        attained = self.num_attained / max(1, count + self.num_refused)
         return Summary(
             num_requests=count,
             seconds=seconds,

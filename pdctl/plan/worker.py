@@ -12,9 +12,10 @@ from pdctl.plan.leap import LeapingScheduler
 from pdctl.plan.stages import StepModel
 from pdctl.plan.tally import Gaps
 from server.engine.block_pool import BlockPool
+from server.engine.local_prefill import LocalPrefill
 from server.engine.scheduler import Limits, Step
 from server.router.attempt import Plan
-from server.sequence import Batch, SamplingParams, SeqId, Sequence, Token
+from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice, Token
 
 TOKEN = Token(0)
 
@@ -32,6 +33,8 @@ class Request:
     transfer_s: float = 0.0
     read_from: float = -1.0  # when its prompt began to be read
     num_cached: int = 0  # tokens of it that were not read
+    is_warm_up: bool = False  # not counted
+    is_filler: bool = False  # nor this: it keeps its user at work
     then: tuple[int, ...] = ()  # tokens that its user adds in each further turn
     plan: Plan = None  # type: ignore[assignment]  # from when a router has chosen
 
@@ -84,8 +87,9 @@ class SimWorker:
         at: Callable[[float, Callable[[int], None], int], None],
         sampled: Callable[["SimWorker", Step], None],
         gaps: Gaps,
-        slowdown: Callable[["SimWorker", bool], float] | None = None,
+        slowdown: Callable[["SimWorker"], tuple[float, float]] | None = None,
         can_leap: bool = True,
+        local_prefill: LocalPrefill | None = None,
     ) -> None:
         self.name = name
         self.scheduler = LeapingScheduler(limits, pool, clock)
@@ -100,10 +104,12 @@ class SimWorker:
         self._gaps = gaps
         self._slowdown = slowdown
         self._can_leap = can_leap and slowdown is None  # what the others do may change during a leap
+        self._local_prefill = local_prefill
         self._batch: Batch | None = None
+        self._began = 0.0  # of the batch under way
         self._leap: Leap | None = None
         self._version = 0  # of the event that ends the step under way; older ones are void
-        self._is_decoding = False  # the batch under way holds no prompt
+        self.is_decoding = False  # the batch under way holds no prompt
         self.after_step: Callable[[SimWorker], None] = lambda worker: None
 
     @property
@@ -135,7 +141,7 @@ class SimWorker:
         batch = self.scheduler.schedule()
         if not batch.slices:
             return
-        self._batch = batch
+        self._batch, self._began = batch, now
         seconds = self._seconds(batch)
         self.busy_s += seconds
         self._version += 1
@@ -157,23 +163,33 @@ class SimWorker:
                 request: Request = piece.seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
                 if request.read_from < 0:
                     request.read_from, request.num_cached = self._clock(), piece.start
-        self._is_decoding = not num_prompt
-        seconds = model.step_s(num_prompt, prompt_context, num_decoding, context)
-        return seconds if self._slowdown is None else seconds * self._slowdown(self, self._is_decoding)
+        self.is_decoding = not num_prompt
+        reading, writing = model.parts_s(num_prompt, prompt_context, num_decoding, context)
+        if self._slowdown is None:
+            return reading + writing
+        of_reading, of_writing = self._slowdown(self)
+        return reading * of_reading + writing * of_writing
 
     def _finish(self, version: int) -> None:
         if version != self._version or self._batch is None:
             return
         batch, self._batch = self._batch, None
+        self._observe(batch, self._clock() - self._began)
         slices = batch.slices
         tokens: list[Token | None] = (
-            [TOKEN] * len(slices) if self._is_decoding else [TOKEN if piece.samples else None for piece in slices]
+            [TOKEN] * len(slices) if self.is_decoding else [TOKEN if piece.samples else None for piece in slices]
         )
         sampled = self._sampled
         for step in self.scheduler.update(batch, tokens):
             sampled(self, step)
         self.after_step(self)
         self.look()
+
+    def _observe(self, batch: Batch, seconds: float) -> None:
+        """How many prompt tokens the next steps may carry beside what decodes."""
+        if self._local_prefill is not None:
+            self._local_prefill.observe(batch, seconds)
+            self.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
     def _take_off(self, num_steps: int) -> None:
         running = self.scheduler.running
@@ -202,6 +218,9 @@ class SimWorker:
         first, last = leap.after(1), leap.after(k)
         self.busy_s += last - leap.start
         running = scheduler.running
+        if self._local_prefill is not None:
+            slices = [Slice(seq, seq.num_computed - 1, 1) for seq in running]
+            self._observe(Batch(slices), (last - leap.start) / k)
         for seq in running:
             request = seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
             add(first - request.last)

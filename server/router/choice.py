@@ -14,7 +14,7 @@ published, a moment ago.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES
@@ -24,6 +24,7 @@ from server.router.timing import Record
 from server.router.worker import Worker
 
 BACKLOG_S = 1.0  # so long prompts have waited at prefill without a break
+UNSEEN = 2  # times slower than prefill workers: what a worker that decodes is taken for before it has read a prompt
 CLEARLY = 0.7  # a worker that decodes is only burdened with a prompt when that is so much sooner
 # A decode worker with as many tokens of the prompt is worth as much as one with one sequence less.
 TOKENS_A_SEQUENCE = 256
@@ -33,8 +34,8 @@ TOKENS_A_SEQUENCE = 256
 class Rates:
     """Prompt tokens a second, of prefill workers and of workers that decode as well; 0 before any was seen."""
 
-    prefill: Mean
-    local: Mean
+    prefill: Mean = field(default_factory=Mean)
+    local: Mean = field(default_factory=Mean)
 
     def observe(self, record: Record) -> None:
         stages = record.prefill_stages
@@ -73,7 +74,7 @@ class Chooser:
         self.threshold: int | None = 256  # None: `crossover` says
         self.queue_high = 8  # prompts at a prefill worker from which it is backlogged, whatever the rates say
         self.crossover = Crossover(max_len)
-        self.rates = Rates(Mean(), Mean())
+        self.rates = Rates()
         self._policy = policy
         self._block_size = block_size
         self._turn = itertools.count()
@@ -135,7 +136,7 @@ class Chooser:
             return False
         if prefill.num_reading >= self.queue_high > worker.num_reading:
             return True
-        rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / 4
+        rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / UNSEEN
         if not rate or now - prefill.backlogged_at < BACKLOG_S:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local

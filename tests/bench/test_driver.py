@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from pdctl.bench.driver import Driver, Run, Server
-from pdctl.bench.loads import Loop, Shape, items
+from pdctl.bench.loads import Loop, Shape, endless, items
 from tests.bench.fake_server import running
 
 
@@ -32,6 +32,18 @@ async def test_never_more_at_once_than_users() -> None:
         run = await drive(fake.url, Loop(concurrency=2), 8)
     spans = sorted((s.sent, s.last) for s in run.samples)
     assert max(sum(a <= t < b for a, b in spans) for t, _ in spans) <= 2
+
+
+async def test_users_are_at_work_until_the_last_one_ended() -> None:
+    """Two users and three requests after the first wave: whoever has none left goes on with others."""
+    loop, shape = Loop(concurrency=2), Shape(20, 8)
+    async with running(first_s=0.1) as fake, Driver(Server(fake.url, "key", "fake", timeout_s=20)) as driver:
+        load, more = items(shape, loop, 5, seed=1), endless(shape, loop, seed=2)
+        run = await driver.run(load, loop, more=more)
+    assert (len(run.samples), run.dropped) == (3, 2)
+    assert len(fake.requests) >= 6, "one more while the third was answered"
+    each = fmean(s.last - s.sent for s in run.samples)
+    assert run.num_done / run.seconds == pytest.approx(2 / each, rel=0.3), "two at a time"
 
 
 async def test_a_limit_ends_a_cell_after_two_each() -> None:

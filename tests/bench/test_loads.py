@@ -50,6 +50,15 @@ def test_shared_prefix() -> None:
     assert len(a.prompt) == 100
 
 
+def test_a_mix_has_each_length_once_in_every_run() -> None:
+    mix = (10, 10, 10, 40)
+    load = items(Shape(18, 5, mix=mix), Loop(concurrency=1), 40, 1)
+    runs = [[len(item.prompt) for item in load[i : i + 4]] for i in range(0, 40, 4)]
+    assert all(sorted(run) == sorted(mix) for run in runs)
+    assert len(set(map(tuple, runs))) > 1, "in an order of its own"
+    assert str(Shape(18, 5, mix=mix)) == "10x3+40/5"
+
+
 def test_azure(trace: Path) -> None:
     trace.write_text(AZURE)
     found = read(trace)

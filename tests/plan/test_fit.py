@@ -7,7 +7,7 @@ import pytest
 from pdctl.exits import UsageError
 from pdctl.plan import check
 from pdctl.plan.fit import fit, nonnegative
-from pdctl.plan.loads import Lengths, closed
+from pdctl.plan.loads import Arrival, Lengths, closed
 from pdctl.plan.roofline import estimate
 from pdctl.plan.sim import Cluster, Layout, Sizes
 from pdctl.plan.stages import Stages, StepModel
@@ -40,10 +40,23 @@ def test_terms_are_found_again() -> None:
 
 def test_contention_is_found_and_taken_out() -> None:
     both: dict[str, Any] = calibration()
-    both["decode"] += [[role, b, c, s * 1.7, 1] for role, b, c, s, _ in both["decode"]]
-    both["prefill"] += [[role, n, s * 1.2, 1] for role, n, s, _ in both["prefill"]]
+    decode, prefill = both["decode"], both["prefill"]
+    both["decode"] = [
+        [role, *p, s * more, busy]
+        for role, ratio in (("colocated", 1.7), ("decode", 1.4))
+        for _, *p, s, _ in decode
+        for busy, more in ((0, 1.0), (1, ratio))
+    ]
+    both["prefill"] = [
+        [role, *p, s * more, busy]
+        for role, ratio in (("colocated", 1.2), ("prefill", 1.1))
+        for _, *p, s, _ in prefill
+        for busy, more in ((0, 1.0), (1, ratio))
+    ]
     found, alone = fit(both, "made up"), fit(calibration(), "made up")
-    assert (found.prompt_contention, found.decode_contention) == pytest.approx((0.2, 0.7))
+    assert found.contention.slowdown(1, 0, 1) == pytest.approx((1.2, 1.4)), "while the other reads"
+    assert found.contention.slowdown(0, 1, 1) == pytest.approx((1.1, 1.7)), "while it writes"
+    assert found.contention.slowdown(0, 1, 2) == pytest.approx((1.05, 1.35)), "one of two"
     assert found.decode.decode_s(4, 700) == pytest.approx(alone.decode.decode_s(4, 700), rel=0.02)
     two = Cluster(Layout(colocated=2), found, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK))
     one = Cluster(Layout(colocated=2), found, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK))
@@ -103,3 +116,45 @@ def test_a_result_is_graded() -> None:
     assert graded[0].error("tpot") == pytest.approx(0, abs=0.03)
     assert "median error" in check.show(graded)
     assert check.to_json(graded, "x")["median_error"]["tpot"] < 0.03
+
+
+def graded(mode: str, predicted: float, measured: float, half: float = 10.0) -> check.Graded:
+    between = measured - half, measured + half
+    return check.Graded(mode, 512, 64, 8, 0.0, False, {"ttft": (predicted, measured)}, between)
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_right"),
+    [
+        ((graded("a", 90, 100), graded("b", 150, 200)), True),
+        ((graded("a", 150, 100), graded("b", 90, 200)), False),
+        ((graded("a", 95, 100), graded("b", 90, 104)), True),
+        ((graded("a", 150, 100, half=60), graded("b", 90, 200, half=60)), True),
+        ((graded("a", 95, 100), graded("b", 90, 104), graded("c", 80, 300)), False),
+    ],
+    ids=["as measured", "the other way", "as good as equal", "nobody can tell", "one of three"],
+)
+def test_order_of_modes(cells: tuple[check.Graded, ...], is_right: bool) -> None:
+    assert check.ranking(list(cells)) == (int(is_right), 1)
+
+
+def test_a_simulated_round_is_that_of_the_bench() -> None:
+    """One user: what comes after its first request, from when the second is sent to when the last one ends."""
+    stages = Stages(TRUE, TRUE, TRUE)
+    cluster = Cluster(Layout(colocated=1), stages, Sizes(token_budget=CHUNK, chunk_tokens=CHUNK), skip=1)
+    seen = cluster.run(closed(5, Lengths(200, 20)), concurrency=1)
+    assert seen.num_requests == 4
+    assert 4 / seen.requests_s == pytest.approx(sum(cluster.tally.e2e))
+    assert seen.requests_s == pytest.approx(1 / (TRUE.prefill_s(200, CHUNK) + 19 * TRUE.decode_s(1, 210)), rel=0.01)
+
+
+def test_a_busy_router_and_a_grant_take_what_was_measured() -> None:
+    stages = fit(
+        {**calibration(), "router_s": 0.004, "router_busy_s": 0.010, "grants": [0.003, 0.002, 0.004]}, "made up"
+    )
+    assert (stages.router_s, stages.router_busy_s, stages.hop_s) == pytest.approx((0.004, 0.010, 0.0015))
+    alone = Cluster(Layout(prefill=1, decode=1), stages).run(closed(2, Lengths(200, 1)), concurrency=1)
+    assert alone.ttft_mean == pytest.approx(stages.prefill.prefill_s(200, 1024) + 0.004 + 2 * 0.0015)
+    crowd = Cluster(Layout(colocated=2), stages, skip=2)
+    seen = crowd.run([Arrival(0.0, 500, 1), Arrival(0.0, 500, 1), Arrival(0.1, 16, 1)])
+    assert seen.ttft_mean > 0.010, "both compute when the third one comes"

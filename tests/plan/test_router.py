@@ -14,6 +14,7 @@ from pdctl.plan.stages import Stages, StepModel
 from server.config import Config
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES, Load
+from server.router.choice import Rates
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError
 from server.router.worker import Inbox
@@ -209,3 +210,25 @@ def test_a_long_prompt_ends_the_rest() -> None:
     assert cluster._workers["prefill-0"].scheduler.counters().prefix_hit_tokens == 0
     assert cluster.router.readers[0].crossed_at == 0.0
     assert cluster.utilisation()["prefill"] * cluster.now == pytest.approx(0.002 + 1000 * 5e-5), "one prompt, no more"
+
+
+def test_a_new_stack_finds_out_that_decode_can_relieve_prefill() -> None:
+    """Nothing has been read by the decode worker yet: a queue that has lasted for a second is enough to try it."""
+    layout, rates = Layout(prefill=1, decode=1, threshold=256), Rates()
+    cluster = Cluster(layout, STAGES, rates=rates)
+    cluster.run(closed(40, Lengths(2000, 10)), concurrency=4)
+    assert rates.local.count > 0
+    assert rates.prefill.count > rates.local.count, "relief, no more"
+
+
+def test_decode_takes_of_prompts_what_its_objective_leaves() -> None:
+    def tokens(objective_s: float) -> int | None:
+        sizes = Sizes(local_prefill_tokens=32, tpot_objective_s=objective_s, rest_s=0.0)
+        cluster = run(Layout(prefill=1, decode=1, threshold=500), Lengths(400, 40), sizes, concurrency=4)
+        return cluster._workers["decode-0"].scheduler.limits.local_prefill_tokens
+
+    assert tokens(0.0) == 32
+    few, many = tokens(0.01), tokens(0.02)
+    assert few is not None
+    assert many is not None
+    assert 64 < few < many
