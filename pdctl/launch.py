@@ -24,6 +24,9 @@ from server.errors import ConfigError, StartError
 # Temporaries of a decode step cross malloc's default threshold; a fresh mmap for each costs more than the arithmetic.
 MALLOC_THRESHOLD = str(1 << 30)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# A worker shares its cores with the router and others. OpenMP threads that spin between the parallel parts use up their
+# share of a core, so that what comes by then preempts one of them in the middle of a part and the rest wait for it.
+WAIT_POLICY = "passive"
 MODULES = {
     "router": "server.router",
     "prefill": "server.prefill",
@@ -72,8 +75,10 @@ class Launch:
             env |= {"MALLOC_MMAP_THRESHOLD_": MALLOC_THRESHOLD, "MALLOC_TRIM_THRESHOLD_": MALLOC_THRESHOLD}
         if self.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        elif self.role != "router" and self.cpus:
-            env["CUDA_VISIBLE_DEVICES"] = ""
+        else:
+            env["OMP_WAIT_POLICY"] = WAIT_POLICY
+            if self.role != "router" and self.cpus:
+                env["CUDA_VISIBLE_DEVICES"] = ""
         return {**env, **self.extra_env, **more}
 
 

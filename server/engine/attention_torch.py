@@ -1,18 +1,19 @@
 """Paged attention in plain torch, made for a CPU core.
 
-KV is gathered from its blocks into reused scratch memory, then two batched matmuls with the queries of one KV head as
-rows: [rows, kv_heads, group, head_dim]. Scores become float32 for the softmax. Decode rows go in a few groups of like
-length, prompt rows in tiles of queries, so that scratch stays bounded and close to the caches whatever the context.
+KV is gathered from its blocks into reused scratch memory. Decode rows go in a few groups of like length, as two batched
+matmuls with the queries of one KV head as rows, [rows, kv_heads, group, head_dim], and scores in float32 between them.
+Prompt rows go through torch's flash attention, in tiles of queries: it computes what a mask hides, so that a tile ends
+the keys at its own last query.
 """
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from server.engine.attention import BatchMeta
 from server.engine.kv_cache import KVCachePool
 
 _GATHER_BYTES = 8 * 2**20  # of K, and again of V, for one group of decode rows
-_TILE_SCORES = 128 * 1024  # float32 scores of one tile of prompt queries: half a core's L2
-_MIN_TILE = 16
+_TILE = 128  # queries of a prompt
 _PADDING = 1.5  # a group pads its rows to at most this many times their own length
 
 
@@ -75,7 +76,7 @@ class _PromptTile:
         self.stop = stop
         self.low = low
         self.high = high
-        self.bias = bias  # [1, queries, high - low]
+        self.bias = bias  # [queries, high - low]
 
 
 class _Prompt:
@@ -174,16 +175,15 @@ class TorchAttention:
         first, last = self._span(context, past)
         index = self._piece_index(torch.tensor(meta.block_tables[row][first:last], device=self._device)).reshape(-1)
         origin = first * self.spec.block_size  # position of the first gathered slot
-        tile = max(_MIN_TILE, _TILE_SCORES // (context - origin) // 8 * 8)
         tiles = []
-        for start in range(begin, end, tile):
-            stop = min(start + tile, end)
+        for start in range(begin, end, _TILE):
+            stop = min(start + _TILE, end)
             position = past + start - begin
             query = torch.arange(position, position + stop - start, device=self._device).unsqueeze(1)
             low = self._span(context, position)[0] * self.spec.block_size - origin
             high = past + stop - begin - origin
             bias = self._bias(query, origin + torch.arange(low, high, device=self._device))
-            tiles.append(_PromptTile(start, stop, low, high, bias.unsqueeze(0)))
+            tiles.append(_PromptTile(start, stop, low, high, bias))
         return _Prompt(index, tiles)
 
     # -- run ----------------------------------------------------------------------------------------------------------
@@ -228,11 +228,14 @@ class TorchAttention:
 
     def _run_prompt(self, query: torch.Tensor, prompt: _Prompt, layer: int, scaling: float, out: torch.Tensor) -> None:
         """`query` is [heads, tokens, head_dim], all of the packed batch."""
-        kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
-        k, v = self._gather(prompt.index, layer, kv_heads)
+        k, v = (kv.unsqueeze(0) for kv in self._gather(prompt.index, layer, self.spec.num_kv_heads))
         for tile in prompt.tiles:
-            q = query[:, tile.start : tile.stop].reshape(kv_heads, -1, head_dim)
-            result = self._scratch.get("result", self.spec.dtype, *q.shape)
-            self._attend(q, k[:, tile.low : tile.high], v[:, tile.low : tile.high], tile.bias, scaling, result)
-            by_head = result.view(query.shape[0], tile.stop - tile.start, head_dim)
-            out[tile.start : tile.stop].copy_(by_head.transpose(0, 1))
+            attended = F.scaled_dot_product_attention(
+                query[:, tile.start : tile.stop].unsqueeze(0),
+                k[:, :, tile.low : tile.high],
+                v[:, :, tile.low : tile.high],
+                attn_mask=tile.bias,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            out[tile.start : tile.stop].copy_(attended[0].transpose(0, 1))

@@ -120,8 +120,16 @@ def test_devices_shared_by_two_workers_are_said() -> None:
 def test_a_gpu_worker_sees_its_own_gpu_only() -> None:
     two = {"prefill": {"workers": 1, "gpus": [0]}, "decode": {"workers": 1, "gpus": [1]}}
     placed = plan(config(**two), machine(gpus=("4", "5")))
-    assert placed.workers[1].env({"CUDA_VISIBLE_DEVICES": "4,5"})["CUDA_VISIBLE_DEVICES"] == "5"
+    env = placed.workers[1].env({"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert env["CUDA_VISIBLE_DEVICES"] == "5"
+    assert "OMP_WAIT_POLICY" not in env
     assert placed.helpers == ()
+
+
+def test_threads_that_wait_for_each_other_leave_their_core_to_others() -> None:
+    for profile in (PD, {"prefill": {"workers": 1}, "decode": {"workers": 1}}):
+        for worker in plan(config(**profile), machine()).workers:
+            assert worker.env({})["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_the_profile_s_environment_wins_and_overrides_are_not_passed_on() -> None:
