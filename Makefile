@@ -44,6 +44,9 @@ format: $(installed)
 	$(bin)/ruff check --fix
 	$(bin)/ruff format
 
+# Threads of torch that wait sleep: on a busy box one that spins is preempted in the middle of the next part.
+test test-again test-long: export OMP_WAIT_POLICY ?= passive
+
 test: $(installed)
 	$(bin)/python -m pytest -m "$(quick)"
 
