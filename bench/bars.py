@@ -70,7 +70,7 @@ def budgets(found: list[Cell], bar: Bars) -> None:
         print(f"       {name}: {points}")
         hybrid, tuned = modes[HYBRID], max(swept, key=lambda cell: float(cell["requests_s"]))
         if hybrid.get("mix"):
-            bar(f"{name}, requests/s of {tuned['mode']}", rate(hybrid, tuned), at_least=0.95)
+            bar(f"{name}, requests/s of hybrid over {tuned['mode']}", rate(hybrid, tuned), at_least=0.95)
             bar(f"{name}, p99 gap of {tuned['mode']} over ours", _tail(tuned) / max(1e-9, _tail(hybrid)), at_least=2.5)
             beyond = sum(all(not _is_as_good(c, ours) for c in swept) for ours in modes.values() if ours not in swept)
             bar(f"{name}, points that no budget reaches", beyond, at_least=1)
