@@ -471,7 +471,8 @@ class PrefillWorker(Worker[PrefillEntry]):
         hybrid = self.config.hybrid
         patience_s = hybrid.ahead_s if hybrid.ahead_s and hybrid.threshold_tokens != 0 else math.inf
         for entry in self.ledger:
-            if now - entry.asked_at >= patience_s:
+            # One that has stopped for its grant holds blocks: it goes on, whatever the threshold is by now.
+            if now - entry.asked_at >= (hybrid.ahead_s if entry.num_told else patience_s):
                 self._run_ahead(entry)
             if now > entry.deadline:
                 self.counters["lease_expired"] += 1

@@ -160,19 +160,16 @@ class Scheduler:
 
     def run_ahead(self, seq_id: SeqId) -> bool:
         """No grant comes: RUNNING as a local sequence does, to its end or until `granted`. One that waits does so only
-        where it takes nothing from anybody: there are blocks for it to grow, and nobody with a grant waits or is read.
-        One that had stopped for a grant, which was not renewed for all its outputs, simply goes on."""
-        seq, roster = self._roster.by_id.get(seq_id), self._roster
+        where it takes nothing from anybody: nobody with a grant waits or is read, and places and blocks are left. One
+        that had stopped for a grant, which was not renewed for all its outputs, simply goes on."""
+        seq = self._roster.by_id.get(seq_id)
         if seq is None or not seq.needs_grant:
             return False
+        seq.needs_grant = False
         if seq.state is SeqState.PUSHING:
-            roster.move(seq, SeqState.RUNNING)
-            seq.needs_grant = False
-        elif seq.state is SeqState.WAITING and not any(
-            each.needs_grant and each.generation for each in (*roster.waiting, *roster.running)
-        ):
-            seq.needs_grant = False
-            seq.needs_grant = not self._admission.admit(seq)
+            self._roster.move(seq, SeqState.RUNNING)
+        else:
+            seq.needs_grant = not (seq.state is SeqState.WAITING and self._admission.admit_ahead(seq))
         return not seq.needs_grant
 
     def ungrant(self, seq_id: SeqId) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from server.errors import PdctlError
-from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Pause, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
 from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
@@ -236,6 +236,8 @@ class Attempt:
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
         if done.reason == "refused":
             raise Refused(done.message)
+        if done.reason == "handed_over" and self._inbox.is_paused:
+            self.route.worker.send(Pause(self.id))  # prefill did not heed it
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
             if worker is self.route.prefill and "ahead" in done.stages:

@@ -1,8 +1,8 @@
 """A simulated cluster: real schedulers and pools on both sides, virtual time, and messages that dawdle and repeat.
 
-Nothing here polls, but for a prompt's patience with a full pool. A node looks at its scheduler when a message comes or a
-step ends, so a mix that stands still has an empty event queue, or no other events, while requests are unfinished: that is
-the deadlock this exists to find.
+Nothing here polls, but for a prompt's patience with a full pool. A node looks at its scheduler when a message comes or
+a step ends, so a mix that stands still has an empty event queue, or no other events, while requests are unfinished:
+that is the deadlock this exists to find.
 """
 
 import heapq
@@ -269,6 +269,7 @@ class Cluster:
             local_prefill_tokens=random.choice([0, 4, 16]) if decodes else None,
             age_limit_s=random.choice([0.1, 1.0, 100.0]),
             ahead=random.randrange(1, 6),
+            ahead_share=1.0,  # pools are small here
             kv_high=random.choice([0.7, 0.92, 1.0]),
             kv_low=random.choice([0.3, 0.6]),
             queue_low=random.choice([0, 1]),

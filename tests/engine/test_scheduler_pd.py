@@ -315,7 +315,9 @@ def test_a_grant_within_a_step_leaves_it_that_step() -> None:
 
 
 def test_a_grant_for_one_that_gave_way_is_used_when_it_returns() -> None:
-    story = Story(num_blocks=9, prefix_cache=False)
+    story = Story(num_blocks=9, prefix_cache=False, ahead_share=1.0)
+    for _ in range(20):
+        story.scheduler._gate.lengths.add(1)  # it believes in short outputs
     old, young = ahead(story, 8, 1, max_tokens=30), ahead(story, 8, 1, max_tokens=30)
     # 1. Both grow; the younger gives way.
     while young.state is not SeqState.SWAPPED:
@@ -330,7 +332,7 @@ def test_a_grant_for_one_that_gave_way_is_used_when_it_returns() -> None:
 
 
 def test_who_runs_ahead_takes_nothing_from_anybody() -> None:
-    story = Story(num_blocks=11, reserves_growth=True)
+    story = Story(num_blocks=21, reserves_growth=True, max_running=4)
     granted, other = story.seq(4, needs_grant=True), story.seq(4, needs_grant=True, max_tokens=12)
     story.add(granted, other)
     story.grant(1, granted)
@@ -338,12 +340,17 @@ def test_who_runs_ahead_takes_nothing_from_anybody() -> None:
     assert not story.scheduler.run_ahead(other.id)
     story.step()
     assert granted.state is SeqState.PUSHING
-    # 2. It has not; and there are blocks to grow. 3. For a third there are not: it holds nothing, and may yet be granted.
+    # 2. It has not; and half of all blocks are enough for it to grow.
+    # 3. For another they are not: it holds nothing, and may yet be granted.
+    # 4. Half of all places are taken.
     assert story.scheduler.run_ahead(other.id)
-    story.add(third := story.seq(20, needs_grant=True, max_tokens=12))
-    assert not story.scheduler.run_ahead(third.id)
-    assert third.needs_grant and not third.block_table
-    assert story.scheduler.granted(third.id, 2, 0)
+    story.add(long := story.seq(20, needs_grant=True), short := story.seq(4, needs_grant=True, max_tokens=4))
+    assert not story.scheduler.run_ahead(long.id)
+    assert long.needs_grant and not long.block_table
+    assert story.scheduler.run_ahead(short.id)
+    story.add(last := story.seq(2, needs_grant=True, max_tokens=2))
+    assert not story.scheduler.run_ahead(last.id)
+    assert story.scheduler.granted(long.id, 2, 0)
 
 
 def test_a_grant_grows_with_what_came_before_it() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,19 @@ class Box:
         load: dict[str, Any] = next(each for each in workers if each["name"] == worker)["load"]
         return load
 
+    def steps(self, worker: str) -> int:
+        """That it has made, and told of within a second."""
+        at = time.monotonic()
+
+        def said() -> int | None:
+            workers = self.stack.admin("/admin/state", url=self.url)["workers"]
+            found = next(each for each in workers if each["name"] == worker)
+            is_new = (found["heartbeat_age_s"] or 99) < time.monotonic() - at
+            return int(found["heartbeat"]["steps"]) if is_new else None
+
+        steps: int = eventually(said, 10, "a heartbeat")
+        return steps
+
     def hold(self) -> Stream:
         """Somebody who decodes for as long as a test lasts."""
         return Stream(self.url, prompt=[5] * 40, max_tokens=8000).wait_for(2)
@@ -133,8 +147,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def test_the_text_does_not_tell(box: Box) -> None:
-    """1. With room, each crosses at once. 2. With none, each has its tokens from prefill, in a bound of steps. 3. There is
-    room: decode goes on in the middle of each. The client sees the same, and nothing is left on either side."""
+    """1. With room, each crosses at once. 2. With none, each has its tokens from prefill. 3. There is room: decode goes
+    on in the middle of each. The client sees the same, and nothing is left on either side."""
     box.turn(ROOM)
     expected = {name: Stream(box.url, **body).end() for name, body in BODIES.items()}
     assert {stream.record["cut"] for stream in expected.values()} == {None}
@@ -157,10 +171,14 @@ def test_the_text_does_not_tell(box: Box) -> None:
 
 
 def test_it_may_end_on_prefill(box: Box) -> None:
-    """Decode has no room to the end: it forgets the sequence. Prompts that it has room for later cross again."""
+    """Decode has no room to the end: it forgets the sequence. Prefill made a step for each chunk of the prompt, and one for
+    each further token: nobody waited for more."""
     box.turn(FULL)
     holder = box.hold()
+    before = box.steps("prefill-0")
     stream = Stream(box.url, max_tokens=50).end()
+    num_steps = -(-len(PROMPT) // CHUNK) + 49
+    eventually(lambda: box.steps("prefill-0") == before + num_steps, 5, "all steps told")
     assert (len(stream.ids), stream.finish_reason) == (50, "length")
     assert (stream.record["path"], stream.record["cut"]) == ("colocated", None)
     eventually(lambda: box.load("decode-0")["expected"] == 0, 5, "decode to forget it")

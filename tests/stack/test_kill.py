@@ -38,7 +38,14 @@ class Stream:
         assert self.started.wait(30), "no first token"
 
     def _read(self, url: str) -> None:
-        body = {"model": "m", "prompt": PROMPT, "max_tokens": 3900, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "m",
+            "prompt": PROMPT,
+            "max_tokens": 3900,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         try:
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
                 for line in answer.iter_lines():
@@ -54,7 +61,8 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        return sum(bool(json.loads(line[6:])["choices"]) for line in self.lines[:-1]) - 1  # the last one tells the end
+        chunks = (json.loads(line.removeprefix("data: ")) for line in self.lines[:-1])
+        return sum(len(choice.get("token_ids") or []) for chunk in chunks for choice in chunk["choices"])
 
     @property
     def error_event(self) -> dict[str, Any] | None:

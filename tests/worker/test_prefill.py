@@ -185,7 +185,7 @@ def test_renew_is_an_answer(p: PrefillStage, state: str) -> None:
     if state not in KNOWN or state in ("waiting", "ahead", "cut"):
         p.tell(p.decode, Renew((ID,)))
         p.wait(3 * LEASE_S)
-        assert p.state(ID) == state
+        assert p.state(ID) == ("ahead" if state == "cut" else state)
         assert not p.decode.take(Renew)
         return
     for _ in range(6):
@@ -447,13 +447,13 @@ def test_it_may_end_before_decode_has_room(p: PrefillStage, state: str) -> None:
     assert p.num_held == 0
 
 
-def test_what_runs_ahead_leaves_room_to_grow(p: PrefillStage) -> None:
-    """Of 63 blocks each takes 13 and grows by 16: two have room beside each other, though four prompts would fit."""
+def test_what_runs_ahead_leaves_room(p: PrefillStage) -> None:
+    """Of 63 blocks each takes 7 and grows by 7: two have room in one half, the other is for those with grants."""
     p.be_hybrid()
-    params = SamplingParams(max_tokens=256, temperature=0.0)
+    params = SamplingParams(max_tokens=112, temperature=0.0)
     ids = [seq(i) for i in range(1, 8)]
     for i, id in enumerate(ids):
-        p.tell(p.router, Prefill(id, [i + 3] * 200, params, decode="decode-0"))
+        p.tell(p.router, Prefill(id, [i + 3] * 112, params, decode="decode-0"))
     for _ in range(8):
         p.wait(AHEAD_S)
         p.step()
