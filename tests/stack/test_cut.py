@@ -171,14 +171,14 @@ def test_the_text_does_not_tell(box: Box) -> None:
 
 
 def test_it_may_end_on_prefill(box: Box) -> None:
-    """Decode has no room to the end: it forgets the sequence. Prefill made a step for each chunk of the prompt, and one for
-    each further token: nobody waited for more."""
+    """Decode has no room to the end: it forgets the sequence. Prefill made a step for each chunk of the prompt and one
+    for each further token: nobody waited for more."""
     box.turn(FULL)
     holder = box.hold()
     before = box.steps("prefill-0")
     stream = Stream(box.url, max_tokens=50).end()
     num_steps = -(-len(PROMPT) // CHUNK) + 49
-    eventually(lambda: box.steps("prefill-0") == before + num_steps, 5, "all steps told")
+    eventually(lambda: box.steps("prefill-0") == before + num_steps, 15, "all steps told")
     assert (len(stream.ids), stream.finish_reason) == (50, "length")
     assert (stream.record["path"], stream.record["cut"]) == ("colocated", None)
     eventually(lambda: box.load("decode-0")["expected"] == 0, 5, "decode to forget it")

@@ -41,7 +41,7 @@ class Stream:
         body = {
             "model": "m",
             "prompt": PROMPT,
-            "max_tokens": 3900,
+            "max_tokens": 1500,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
@@ -117,7 +117,7 @@ def test_kill(stack: Running, victim: str) -> None:
     if victim != "router":
         assert stream.error_event is None
         assert stream.lines[-1] == "data: [DONE]"
-        assert stream.num_tokens == 3900
+        assert stream.num_tokens == 1500
     else:
         assert stream.error is not None, "a router that dies cuts the connection: the client sees that"
     # 5. Who asks while the only decode worker is away waits for it.
