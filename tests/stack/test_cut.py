@@ -164,7 +164,9 @@ def test_the_text_does_not_tell(box: Box) -> None:
         assert stream.what_a_client_sees == expected[name].what_a_client_sees, name
         assert stream.record["path"] == "pd"
         assert 20 <= stream.record["cut"] < len(stream.ids)
-        assert stream.record["ahead_ms"] < stream.record["first_token_ms"] < stream.record["kv_ready_ms"]
+        assert stream.record["ahead_ms"] < stream.record["first_token_ms"]
+        if name != "stop":  # that one is the router's: it does not wait for what decode has to tell
+            assert stream.record["first_token_ms"] < stream.record["kv_ready_ms"]
     counters = box.load("prefill-0")["counters"]
     assert counters["cuts"] - before["cuts"] == len(BODIES)
     assert_nothing_left(box.stack)
