@@ -236,8 +236,8 @@ class Attempt:
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
         if done.reason == "refused":
             raise Refused(done.message)
-        if done.reason == "handed_over" and self._inbox.is_paused:
-            self.route.worker.send(Pause(self.id))  # prefill did not heed it
+        if done.reason == "handed_over" and "cut" in done.stages and self._inbox.is_paused:
+            self.route.worker.send(Pause(self.id))  # prefill was told so, and does not heed it
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
             if worker is self.route.prefill and "ahead" in done.stages:
