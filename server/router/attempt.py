@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from server.errors import PdctlError
-from server.messages import Abort, Decode, Done, NotResident, Pause, Prefill, Resume, SeqToken
+from server.messages import Abort, Decode, Done, NotResident, Prefill, Resume, SeqToken
 from server.router.errors import ApiError, timed_out, unavailable
 from server.router.timing import Record
 from server.router.worker import RESUME_AT, Event, Expired, Inbox, Lost, Worker
@@ -182,7 +182,7 @@ class Attempt:
             for item in itertools.islice(iter(self._inbox.token, None), BATCH - 1):
                 self._take(item)
             if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
-                self._inbox.is_paused = False
+                self._inbox.paused = ""
                 self.route.worker.send(Resume(self.id))
         return True
 
@@ -236,8 +236,6 @@ class Attempt:
             raise ApiError(500, done.message or "the worker failed", kind="server_error", code="engine_error")
         if done.reason == "refused":
             raise Refused(done.message)
-        if done.reason == "handed_over" and "cut" in done.stages and self._inbox.is_paused:
-            self.route.worker.send(Pause(self.id))  # prefill was told so, and does not heed it
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
             if worker is self.route.prefill and "ahead" in done.stages:
