@@ -333,6 +333,8 @@ class PrefillWorker(Worker[PrefillEntry]):
             seq, entry = piece.seq, self.ledger.get(piece.seq.id)
             if entry is None or entry.link is None or entry.is_opened or entry.is_dropped or not entry.is_granted:
                 continue
+            if seq.output:  # it ran ahead, gave way and reads all of it again: this grant is for less
+                continue
             num_cached = piece.start // self.engine.pool.spec.block_size
             if num_cached > seq.num_resident_blocks:
                 self._open(entry, entry.link)
