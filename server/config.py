@@ -205,6 +205,10 @@ class Hybrid(Section):
         5.0,
         description="a prefill worker that nobody's prompt crossed from for so long does whole short ones; 0: never",
     )
+    ahead_s: Seconds = Field(
+        0.25,
+        description="a prompt that has waited so long for a full decode pool is decoded by prefill meanwhile; 0: never",
+    )
 
 
 class Slo(Section):

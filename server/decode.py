@@ -1,19 +1,21 @@
 """The decode worker: reserves room, takes a prompt's KV as it is computed elsewhere, writes all tokens but the first.
 
     EXPECTED   the router's Decode is here; prefill's GrantRequest puts it in line. Under the high mark it is granted.
-    RECEIVING  blocks are reserved and granted. Chunks land in the ring, are verified, and copied into the blocks.
+    RECEIVING  blocks are reserved and granted. Chunks land in the ring, are verified, and copied into the blocks. If
+               prefill has run ahead while there was no grant (adr/0011), it tells its outputs, and is granted anew.
     RUNNING    every block is covered and token 0 is here, in either order. It decodes from the next step on.
     FINISHED   a stop, a length or an abort; blocks are free after the last step that used them.
 
 When prefill is lost, its lease runs out or chunks never come, the prompt is computed here from the verified prefix:
-this worker has the same model, and the router takes each token from whoever is first.
+this worker has the same model, and the router takes each token from whoever is first. Outputs that the client has seen
+are taken as they are, never sampled again.
 """
 
 import logging
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from server.boot import Boot
@@ -55,7 +57,7 @@ class DecodeEntry(Entry):
     prefill: str = ""
     source: Channel | None = None
     lease: float = 0.0  # deadline; 0 = holds no grant
-    token0: Token | None = None
+    outputs: list[Token] = field(default_factory=list)  # prefill's: token 0, and those before its grant came
     is_covered: bool = False
 
 
@@ -153,7 +155,7 @@ class DecodeWorker(Worker[DecodeEntry]):
         if entry is None:
             super().on_prefill(channel, message)
         else:
-            self._compute_here(entry)
+            self._compute_here(entry, output=message.output)
 
     def on_decode(self, channel: Channel, message: Decode) -> None:
         if self.ledger.knew(message.id):
@@ -204,10 +206,26 @@ class DecodeWorker(Worker[DecodeEntry]):
             entry = self.ledger.get(seq.id)
             if entry is None or entry.source is None:
                 continue
-            table, resident = list(seq.block_table), seq.num_resident_blocks
-            source = entry.source.peer.instance
-            self.receiver.open(seq.id, source, seq.generation, table, resident, len(table) - resident)
-            self._send_grant(entry)
+            self._receive(entry, entry.source)
+
+    def _receive(self, entry: DecodeEntry, source: Channel) -> None:
+        seq = entry.seq
+        table, resident = list(seq.block_table), seq.num_resident_blocks
+        self.receiver.open(seq.id, source.peer.instance, seq.generation, table, resident, len(table) - resident)
+        if entry.outputs:
+            self.receiver.token0(seq.id)
+        self._send_grant(entry)
+
+    def _grant_again(self, entry: DecodeEntry) -> None:
+        """Prefill has run ahead of the grant, which was for the prompt: one for the KV of its outputs too, or none for
+        now. The last output has no KV yet: that is read here."""
+        self.receiver.revoke(entry.id)
+        entry.lease, entry.is_covered = 0.0, False
+        with self.engine.lock:
+            has_room = self.engine.scheduler.grant_again(entry.id, [token.id for token in entry.outputs[:-1]])
+            self.engine.copy_blocks()
+        if has_room and entry.source is not None:
+            self._receive(entry, entry.source)
 
     def _send_grant(self, entry: DecodeEntry, missing: tuple[tuple[int, int], ...] = ()) -> None:
         entry.lease = self.clock() + LEASE_S
@@ -231,11 +249,19 @@ class DecodeWorker(Worker[DecodeEntry]):
             channel.send(Renew(tuple(held)))
 
     def on_tokens(self, channel: Channel, message: Tokens) -> None:
+        told: dict[SeqId, DecodeEntry] = {}
         for item in message.items:
             entry = self.ledger.get(item.id)
-            if entry is not None and entry.lease and entry.token0 is None and item.index == 0:
-                entry.token0 = item.token
-                self.receiver.token0(item.id)
+            if entry is None or not entry.lease or item.index != len(entry.outputs):
+                continue
+            if item.index != 1 or item.id in told:  # token 0 by itself is all that there is to come
+                entry.outputs.append(item.token)
+                told[item.id] = entry
+        for id, entry in told.items():
+            if len(entry.outputs) > 1:
+                self._grant_again(entry)
+            else:
+                self.receiver.token0(id)
                 self._start_if_complete(entry)
 
     def _covered(self, id: SeqId, stats: ReceiveStats) -> None:
@@ -249,23 +275,24 @@ class DecodeWorker(Worker[DecodeEntry]):
         self._start_if_complete(entry)
 
     def _start_if_complete(self, entry: DecodeEntry) -> None:
-        if entry.token0 is None or not entry.is_covered:
+        if not entry.outputs or not entry.is_covered:
             return
         entry.lease = 0.0
         entry.mark("ready", self.clock())
         with self.engine.lock:
-            self.engine.scheduler.received(entry.id, entry.token0)
+            self.engine.scheduler.received(entry.id, entry.outputs[-1])
             # Asked with the lock held: without it the engine may have ended the sequence by now, and its tokens come
             # from there.
-            ends_with_token0 = bool(entry.seq.finish_reason)
-        self._repeat_token0(entry, entry.token0)
-        if ends_with_token0:
+            has_ended = bool(entry.seq.finish_reason)
+        self._repeat_outputs(entry)
+        if has_ended:
             self.finish(entry)
         self.wake()
 
-    def _repeat_token0(self, entry: DecodeEntry, token: Token) -> None:
-        """The router takes it from whoever is first; prefill may have died with it unsent."""
-        entry.owner.send(Tokens((SeqToken(entry.id, 0, token),)))
+    def _repeat_outputs(self, entry: DecodeEntry) -> None:
+        """The router takes each from whoever is first; prefill may have died with them unsent."""
+        if entry.outputs:
+            entry.owner.send(Tokens(tuple(SeqToken(entry.id, i, token) for i, token in enumerate(entry.outputs))))
 
     def _missing(self, id: SeqId, ranges: tuple[tuple[int, int], ...]) -> None:
         entry = self.ledger.get(id)
@@ -280,30 +307,46 @@ class DecodeWorker(Worker[DecodeEntry]):
                 entry.source.send(Abort(id, "chunks never came"))
             self._compute_here(entry, verified)
 
-    def _compute_here(self, entry: DecodeEntry, verified: int | None = None) -> None:
-        """Goes on without prefill: from the verified prefix, and with token 0 if it is known."""
-        state = entry.seq.state
+    def _compute_here(self, entry: DecodeEntry, verified: int | None = None, output: Iterable[int] = ()) -> None:
+        """Goes on without prefill: from the verified prefix, and with the outputs that prefill has told, or the router
+        (`output`: what the client knows)."""
+        seq, state = entry.seq, entry.seq.state
+        known = max([token.id for token in entry.outputs], list(output), key=len)
         if state is SeqState.RECEIVING and entry.lease:  # without one it has everything, or goes on alone already
             if verified is None and not entry.is_covered:
                 verified = self.receiver.revoke(entry.id)
-            if entry.token0 is None and entry.seq.params.num_prompt_logprobs >= 0:
+            if not known and seq.params.num_prompt_logprobs >= 0:
                 verified = 0  # what prefill has read of the prompt's logprobs is lost with it
+            is_as_granted = seq.output == known[:-1]
             with self.engine.lock:
-                self.engine.scheduler.recompute(entry.id, verified, entry.token0)
+                token = Token(known[-1]) if known and is_as_granted else None
+                self.engine.scheduler.recompute(entry.id, verified, token)
+                has_ended = bool(seq.finish_reason)
+            if has_ended:
+                self.finish(entry)
+            if not is_as_granted:
+                self._begin_again(entry, known)
         elif state is SeqState.EXPECTED:
-            with self.engine.lock:
-                self.engine.scheduler.abort(entry.id)
-            entry.seq.state = SeqState.WAITING
-            self.admit(entry)
+            self._begin_again(entry, known)
+        elif seq.output[: len(known)] != known:  # begun here before the router told what the client knows
+            self._begin_again(entry, known)
+            return
         else:
             return
-        if entry.token0 is not None:
-            self._repeat_token0(entry, entry.token0)
+        self._repeat_outputs(entry)
         entry.lease = 0.0
         entry.source = None
         entry.stages["recomputed"] = 1.0
         self.counters["recomputed"] += 1
         self.wake()
+
+    def _begin_again(self, entry: DecodeEntry, known: list[int]) -> None:
+        """From the prompt and these outputs. Blocks that are verified or computed are found again by their prefix."""
+        old = entry.seq
+        with self.engine.lock:
+            self.engine.scheduler.abort(entry.id)
+        entry.seq = Sequence(old.id, old.prompt, old.params, arrival=old.arrival, salt=old.salt, output=known)
+        self.admit(entry)
 
     # -- RUNNING and FINISHED ------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ class Hello(Message, frozen=True):
 class Prefill(Message, frozen=True):
     """router -> prefill: read this prompt for decode worker `decode`. Said again with another `decode`: the first one
     is lost, and what is computed of the prompt goes to this one. router -> any worker with `decode` empty: do the whole
-    sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone."""
+    sequence there; a decode worker that expects the sequence already gives up on prefill and goes on alone. `output`:
+    what the client has been told of it already. The worker goes on from there."""
 
     id: SeqId
     prompt: list[int]
@@ -49,6 +50,7 @@ class Prefill(Message, frozen=True):
     salt: str = ""
     decode: str = ""
     num_resident: int = 0  # tokens believed to be cached there: with fewer the answer is NotResident
+    output: list[int] = []
 
 
 class NotResident(Message, frozen=True):
@@ -123,7 +125,8 @@ class SeqToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(Message, frozen=True):
-    """worker -> router: what one step sampled. prefill -> decode: token 0, the hand-over."""
+    """worker -> router: what one step sampled. prefill -> decode: token 0, the hand-over. Where prefill has run ahead
+    of decode's grant, all that it has sampled: decode then grants anew, for the KV of these as well."""
 
     items: tuple[SeqToken, ...]
 

@@ -33,6 +33,8 @@ class RouterMetrics:
         self.wire_bytes = Counter("pdctl_kv_transfer_wire_bytes", "Bytes on the wire for them", registry=reg)
         self.chunks = Counter("pdctl_kv_transfer_chunks", "Chunks that brought them", registry=reg)
         self.resends = Counter("pdctl_kv_transfer_resends", "Ranges asked for again", registry=reg)
+        self.cuts = Counter("pdctl_cuts", "Sequences that prefill decoded until decode had room", registry=reg)
+        self.cut_tokens = Counter("pdctl_cut_tokens", "Output tokens that they had by then", registry=reg)
         self.overlapped_bytes = Counter(
             "pdctl_kv_transfer_overlapped_bytes", "KV bytes verified before the first token was", registry=reg
         )

@@ -1,6 +1,8 @@
 """The prefill worker: reads prompts, hands their KV to a decode worker, and says the first token.
 
     WAITING   the router's Prefill is here. The next few in line ask their decode worker for a grant (GrantRequest).
+    (ahead)   no grant for `hybrid.ahead_s`, and nothing else to do: RUNNING as if all of it were to be done here. With
+              the grant it stops, PUSHING; decode is told all its tokens and grants anew (adr/0011).
     (granted) Grant is here; the scheduler admits the sequence once all of its own blocks are free.
     RUNNING   after each compute chunk its finished blocks go to the transfer thread while the next one is computed.
     PUSHING   token 0 went to the router and to the decode worker; blocks stay until decode says Done(received), so that
@@ -19,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -68,9 +70,11 @@ class PrefillEntry(Entry):
     renewed: float = 0.0
     is_asked: bool = False
     is_granted: bool = False
+    asked_at: float = math.inf  # and no grant since; from when it runs ahead there is nothing to wait for
     is_opened: bool = False  # the sender knows it
-    token0: Token | None = None
-    is_handed_over: bool = False  # token 0 went to decode
+    outputs: list[Token] = field(default_factory=list)  # token 0; of one that ran ahead, those after it too
+    num_told: int = 0  # of them to decode
+    is_handed_over: bool = False  # all of them are there, and it has blocks for their KV
     is_received: bool = False  # decode has every block; may be known before the loop here hears of token 0
 
 
@@ -85,7 +89,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         super().__init__(boot, clock, runner)
         self.links: dict[str, Channel] = {}
         self.peers: dict[str, str] = {}  # decode workers that there are, linked or not
-        self.counters |= {"prefetched_blocks": 0, "lease_expired": 0, "regranted": 0}
+        self.counters |= {"prefetched_blocks": 0, "lease_expired": 0, "regranted": 0, "ran_ahead": 0, "cuts": 0}
         self._refusals: dict[str, str] = {}  # by decode worker: which card fields differ
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
@@ -187,11 +191,17 @@ class PrefillWorker(Worker[PrefillEntry]):
                 self._hold(entry)
 
     def _hold(self, entry: PrefillEntry) -> None:
-        """Its decode worker is gone. The router hears of that by itself, and names another one or aborts."""
+        """Its decode worker is gone. The router hears of that by itself, and names another one or aborts. One that ran
+        ahead is the router's at once: if only the connection is gone, decode has begun it anew, of its own accord and
+        not knowing what the client has been told."""
         with self.engine.lock:
-            entry.link, entry.deadline = None, self.clock() + HOLD_S
+            entry.link, entry.deadline, entry.asked_at = None, self.clock() + HOLD_S, math.inf
             entry.is_asked = entry.is_granted = entry.is_handed_over = entry.is_received = False
+            is_alone = not entry.seq.needs_grant or len(entry.seq.output) > max(1, entry.num_told)
+            entry.num_told = 0
             self.engine.scheduler.ungrant(entry.id)
+        if is_alone:
+            self.fail(entry, f"{entry.decode} was lost")
 
     def _path_lost(self, peer: str, reason: str) -> None:
         """The transfer path ended before its control connection: both go, and come back together."""
@@ -239,7 +249,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         if entry.link is not None:  # the router noticed first
             entry.link.send(Abort(entry.id, "another decode worker has it"))
             self._hold(entry)
-        if not self._has_link(entry, message.decode):
+        if entry.is_dropped or not self._has_link(entry, message.decode):
             return
         self.counters["regranted"] += 1
         with self.engine.lock:
@@ -261,8 +271,8 @@ class PrefillWorker(Worker[PrefillEntry]):
 
     def _ask_for(self, entry: PrefillEntry) -> None:
         if entry.link is not None:
-            entry.is_asked = True
-            entry.mark("grant_asked", self.clock())
+            entry.is_asked, entry.asked_at = True, self.clock()
+            entry.mark("grant_asked", entry.asked_at)
             entry.link.send(GrantRequest(entry.id, len(entry.seq.prompt)))
 
     def on_grant(self, channel: Channel, message: Grant) -> None:
@@ -272,18 +282,31 @@ class PrefillWorker(Worker[PrefillEntry]):
         elif message.missing:
             self.transfer.call(self.sender.resend, message.id, message.missing)
         elif not entry.is_granted:
-            now = self.clock()
-            entry.lease_s, entry.renewed, entry.deadline = message.lease_s, now, now + message.lease_s
-            entry.mark("granted", now)
+            now, scheduler = self.clock(), self.engine.scheduler
             with self.engine.lock:
-                entry.is_granted = True
-                self.engine.scheduler.limits.ahead = AHEAD_DRY if message.is_low else AHEAD
-                self.engine.scheduler.granted(message.id, message.generation, message.num_resident_blocks)
-                if entry.seq.state is not SeqState.WAITING:
+                scheduler.limits.ahead = AHEAD_DRY if message.is_low else AHEAD
+                if not scheduler.granted(message.id, message.generation, message.num_resident_blocks):
+                    return
+                entry.is_granted, entry.asked_at = True, math.inf
+                entry.lease_s, entry.renewed, entry.deadline = message.lease_s, now, now + message.lease_s
+                entry.mark("granted", now)
+                if entry.seq.state is not SeqState.WAITING and self._has_blocks_for(entry):
                     self._push_computed(entry)
-            if entry.token0 is not None:
-                self._hand_over(entry, entry.token0)
+            self._hand_over(entry)
             self.wake()
+
+    def _run_ahead(self, entry: PrefillEntry) -> None:
+        """Decode is full. Until it is not, the sequence is computed here as on any colocated worker, if that takes
+        nothing from those that have grants."""
+        with self.engine.lock:
+            runs = self.engine.scheduler.run_ahead(entry.id)
+            self.engine.copy_blocks()
+        if runs:
+            entry.deadline = entry.asked_at = math.inf
+            self.counters["ran_ahead"] += "ahead" not in entry.stages
+            entry.mark("ahead", self.clock())
+            self.wake()
+            self._ask()
 
     def on_renew(self, channel: Channel, message: Renew) -> None:
         """Decode's answer: it holds these grants still."""
@@ -300,8 +323,8 @@ class PrefillWorker(Worker[PrefillEntry]):
     def stepped(self, result: StepResult) -> None:
         with self.engine.lock:  # a drop on the control thread comes wholly before or wholly after
             for step in result.steps:
-                entry = self.ledger.get(step.seq.id)
-                if entry is not None and entry.is_granted and not entry.is_dropped:
+                entry = self._entry(step.seq)
+                if entry is not None and entry.is_granted and not entry.is_dropped and self._has_blocks_for(entry):
                     self._push(entry, step)
 
     def scheduled(self, batch: Batch) -> None:
@@ -310,7 +333,9 @@ class PrefillWorker(Worker[PrefillEntry]):
             seq, entry = piece.seq, self.ledger.get(piece.seq.id)
             if entry is None or entry.link is None or entry.is_opened or entry.is_dropped or not entry.is_granted:
                 continue
-            num_cached = seq.num_cached // self.engine.pool.spec.block_size
+            if seq.output:  # it ran ahead, gave way and reads all of it again: this grant is for less
+                continue
+            num_cached = piece.start // self.engine.pool.spec.block_size
             if num_cached > seq.num_resident_blocks:
                 self._open(entry, entry.link)
                 self.transfer.call(self.sender.push, seq.id, num_cached)
@@ -322,13 +347,20 @@ class PrefillWorker(Worker[PrefillEntry]):
         self.transfer.call(self.sender.push, entry.id, step.ready.stop)
 
     def _push_computed(self, entry: PrefillEntry) -> None:
-        """A grant that came after computing began, because the first one was lost with its decode worker."""
+        """A grant that came after computing began: the first one was lost with its decode worker, or did not come."""
         seq, size = entry.seq, self.engine.pool.spec.block_size
         is_read = seq.state is SeqState.PUSHING
         if entry.link is not None:
             self._open(entry, entry.link)
-            stop = -(-len(seq.prompt) // size) if is_read else seq.num_computed // size
+            stop = -(-seq.num_to_hand_over // size) if is_read else seq.num_computed // size
             self.transfer.call(self.sender.push, entry.id, stop)
+
+    @staticmethod
+    def _has_blocks_for(entry: PrefillEntry) -> bool:
+        """Whether the grant is for all that is to be pushed. The first one is for the prompt: enough until there are
+        outputs, and then if it came in time to stop with token 0. A later one is for the outputs told before it."""
+        seq = entry.seq
+        return not seq.output or (seq.state is SeqState.PUSHING and len(seq.output) in (1, entry.num_told))
 
     def _open(self, entry: PrefillEntry, link: Channel) -> None:
         entry.is_opened = True
@@ -339,7 +371,7 @@ class PrefillWorker(Worker[PrefillEntry]):
             link.peer.instance,
             seq.generation,
             list(seq.block_table),
-            len(seq.prompt),
+            seq.num_to_hand_over,
             seq.num_resident_blocks,
         )
 
@@ -355,17 +387,29 @@ class PrefillWorker(Worker[PrefillEntry]):
         seq = entry.seq
         if step.finished:
             entry.owner.send(Done(seq.id, seq.finish_reason, seq.num_cached, entry.stages))
-            self.drop(entry, "ended with its first token")
+            self.drop(entry, "ended on prefill")
             return
-        entry.token0 = step.token
-        if entry.is_granted:
-            self._hand_over(entry, step.token)
+        entry.outputs.append(step.token)
+        self._hand_over(entry)
 
-    def _hand_over(self, entry: PrefillEntry, token: Token) -> None:
+    def _hand_over(self, entry: PrefillEntry) -> None:
+        """Once it is granted, and has stopped: decode is told what it has not been told. If that is more than token 0,
+        it grants anew, for the KV of all of them; the sequence is handed over with that grant."""
+        seq, outputs = entry.seq, entry.outputs
+        if not entry.is_granted or seq.state is not SeqState.PUSHING or len(outputs) < len(seq.output):
+            return
+        items = tuple(SeqToken(entry.id, i, outputs[i]) for i in range(entry.num_told, len(outputs)))
+        entry.num_told = len(outputs)
+        if items and entry.link is not None:
+            entry.link.send(Tokens(items))
+        if items and len(outputs) > 1:
+            entry.is_granted, entry.deadline, entry.asked_at = False, math.inf, self.clock()
+            return
+        if len(outputs) > 1:
+            self.counters["cuts"] += 1
+            entry.stages["cut"] = len(outputs)
         entry.is_handed_over = True
-        entry.owner.send(Done(entry.id, "handed_over", entry.seq.num_cached, entry.stages))
-        if entry.link is not None:
-            entry.link.send(Tokens((SeqToken(entry.id, 0, token),)))
+        entry.owner.send(Done(entry.id, "handed_over", seq.num_cached, entry.stages))
         if entry.is_received:
             self._let_go(entry)
 
@@ -426,7 +470,12 @@ class PrefillWorker(Worker[PrefillEntry]):
 
     def tick(self, now: float) -> None:
         due: dict[Channel, list[SeqId]] = {}
+        hybrid = self.config.hybrid
+        patience_s = hybrid.ahead_s if hybrid.ahead_s and hybrid.threshold_tokens != 0 else math.inf
         for entry in self.ledger:
+            # One that has stopped for its grant holds blocks: it goes on, whatever the threshold is by now.
+            if now - entry.asked_at >= (hybrid.ahead_s if entry.num_told else patience_s):
+                self._run_ahead(entry)
             if now > entry.deadline:
                 self.counters["lease_expired"] += 1
                 self.fail(entry, f"{entry.decode} does not answer" if entry.link else "no decode worker took it over")

@@ -6,6 +6,9 @@ Pure data; the Scheduler is the only one who moves `state`, `num_computed` and `
     decode      EXPECTED -> RECEIVING -> RUNNING -> FINISHED
     colocated   WAITING -> RUNNING -> FINISHED
 
+A prefill half that waits in vain for decode's grant may run as on a colocated worker until the grant comes, and is
+PUSHING from then on, with all the outputs it has (adr/0011).
+
 On either of the last two RUNNING -> SWAPPED -> RUNNING when a sequence gives its blocks to others: those of them that
 are still cached when it returns, on the device or in host memory, are not computed again.
 """
@@ -90,7 +93,7 @@ class Sequence:
     params: SamplingParams
     arrival: float = 0.0  # on the scheduler's clock, for ordering
     salt: str = ""  # scope of prefix hits: equal salts share cached blocks
-    needs_grant: bool = False  # prefill half of a pd sequence: ends after its first token
+    needs_grant: bool = False  # prefill half of a pd sequence: ends with the next token, the first unless it ran ahead
     state: SeqState = SeqState.WAITING
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -113,6 +116,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens that no step was given yet; 1 for a sequence that decodes."""
         return self.num_tokens - self.num_scheduled
+
+    @property
+    def num_to_hand_over(self) -> int:
+        """Known tokens whose KV a decode worker gets: all but the last output, which it reads itself."""
+        return len(self.prompt) + max(0, len(self.output) - 1)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known token ids [start, stop)."""

@@ -276,7 +276,14 @@ class Worker(Generic[E]):
         if message.num_resident and not self._is_resident(message):
             channel.send(NotResident(message.id))
             return
-        seq = Sequence(message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt)
+        seq = Sequence(
+            message.id,
+            message.prompt,
+            message.params,
+            arrival=self.clock(),
+            salt=message.salt,
+            output=list(message.output),
+        )
         entry = cast("E", self.new_entry(seq, channel))
         self.ledger.add(entry)
         self.admit(entry)
@@ -294,8 +301,12 @@ class Worker(Generic[E]):
         try:
             with self.engine.lock:
                 self.engine.scheduler.add(entry.seq)
+                has_ended = bool(entry.seq.finish_reason)
         except PdctlError as error:
             self.fail(entry, error.message)
+        else:
+            if has_ended:  # begun elsewhere, its last token among those known: only its end was not told
+                self.finish(entry)
         self.wake()
 
     def on_abort(self, channel: Channel, message: Abort) -> None:
@@ -367,7 +378,7 @@ class Worker(Generic[E]):
         """One Tokens message a router, whatever the number of sequences; then what ended."""
         items: dict[Channel, list[SeqToken]] = {}
         for step in result.steps:
-            entry = self.ledger.get(step.seq.id)
+            entry = self._entry(step.seq)
             if entry is None:
                 continue
             entry.mark("start", result.started)
@@ -377,20 +388,25 @@ class Worker(Generic[E]):
         for channel, tokens in items.items():
             channel.send(Tokens(tuple(tokens)))
         for step in result.steps:
-            entry = self.ledger.get(step.seq.id)
+            entry = self._entry(step.seq)
             if entry is not None:
                 self.advanced(entry, step)
         for seq in result.failed:
-            entry = self.ledger.get(seq.id)
+            entry = self._entry(seq)
             if entry is not None:
                 self.fail(entry, f"the engine failed on it: {result.error}")
         for seq, why in result.stuck:
-            entry = self.ledger.get(seq.id)
+            entry = self._entry(seq)
             if entry is not None:
                 self.fail(entry, why, "refused")
         if any(step.finished for step in result.steps):
             self._publish()  # the next turn of a conversation comes soon after the last token of this one
         self.after_step()
+
+    def _entry(self, seq: Sequence) -> E | None:
+        """Of exactly this sequence: one that was begun again has another with the same id."""
+        entry = self.ledger.get(seq.id)
+        return entry if entry is not None and entry.seq is seq else None
 
     def advanced(self, entry: E, step: Step) -> None:
         """One sequence took part in a step."""

@@ -72,6 +72,16 @@ class Admission:
         self._roster.move(seq, SeqState.RUNNING)
         return True
 
+    def admit_ahead(self, seq: Sequence) -> bool:
+        """As `admit`, of a prefill half that has no grant and is to run as a local one: it leaves to those with grants
+        their turn, and a share of everything."""
+        roster, pool, share = self._roster, self._tables.pool, self._limits.ahead_share
+        if any(each.needs_grant and each.generation for each in (*roster.waiting, *roster.running)):
+            return False
+        num_used = pool.num_used + self._tables.blocks_for(seq.num_tokens) + self._gate.num_spare(seq)
+        has_place = len(roster.running) < max(1, share * self._limits.max_running)
+        return has_place and num_used <= share * pool.num_usable and self.admit(seq)
+
     def _spare(self, seq: Sequence) -> int:
         """Blocks to leave to others: who decodes will want one soon, or admitting costs a preemption; and a grant is a
         promise of all that its sequence will grow by."""

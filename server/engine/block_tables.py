@@ -54,8 +54,8 @@ class BlockTables:
         """How many tokens more its blocks have room for."""
         return len(seq.block_table) * self.pool.block_size - seq.num_scheduled
 
-    def grow(self, seq: Sequence) -> None:
-        seq.block_table += self.pool.allocate(1)
+    def grow(self, seq: Sequence, num_blocks: int = 1) -> None:
+        seq.block_table += self.pool.allocate(num_blocks)
 
     def wrote(self, seq: Sequence, start: int, stop: int) -> None:
         """The KV of tokens [start, stop) is written: whole blocks that this completes can be hit from now on."""

@@ -74,6 +74,7 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
         case Prefill():
             limits.max_seqs = pool.max_seqs
             limits.max_running = pool.max_seqs
+            limits.reserves_growth = True
         case Decode():
             limits.max_running = pool.max_running
             limits.reserves_growth = True

@@ -97,6 +97,8 @@ class GrantGate:
         return total
 
     def _growth(self, seq: Sequence, num_blocks: int = 0) -> int:
+        if seq.needs_grant:
+            return 0
         output = max(len(seq.output) + 1, min(seq.params.max_tokens, self.lengths.p90))
         tokens = min(len(seq.prompt) + output, self._limits.max_len, self._tables.capacity)
         return max(0, self._tables.blocks_for(tokens) - (num_blocks or len(seq.block_table)))

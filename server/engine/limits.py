@@ -13,6 +13,7 @@ class Limits:
     local_prefill_tokens: int | None = None  # decode role: prompt tokens of a step in which anything decodes
     age_limit_s: float = 5.0  # older than this is never overtaken
     ahead: int = 4  # grants asked for or held, and not yet admitted
+    ahead_share: float = 0.5  # of places and blocks, for prefill halves that run ahead of their grants
     reserves_growth: bool = False  # a local prompt waits until what runs, and what was granted, can grow beside it
     kv_low: float = 0.80
     kv_high: float = 0.92

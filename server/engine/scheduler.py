@@ -6,10 +6,13 @@ Prefill half of a pd sequence (`needs_grant`)
     3. schedule      RUNNING; each Step names the blocks that became ready to push
     4. first token   PUSHING, or FINISHED when the token ends it. Blocks stay: a transfer may still read them
     5. release       blocks are free. Nothing else frees them, not even abort
+    While no grant comes, `run_ahead` makes it a sequence like any local one, where there is room; `granted` makes it a
+    half again: PUSHING with the outputs it has by then.
 
 Decode half
     1. expect        EXPECTED; call it once the prompt is known and the prefill side has asked, never earlier
     2. grants_possible   RECEIVING; all blocks of the prompt are its own, growth is counted as committed
+       (grant_again      the same for a prompt and the outputs that prefill has given beyond the first)
     3. received      in line to run, ahead of local prompts (recompute: the same, with a part left to compute here)
     4. schedule      RUNNING, one token a step; may be preempted (SWAPPED: holds nothing, returns before anybody new)
     5. update, abort FINISHED, blocks free
@@ -96,10 +99,17 @@ class Scheduler:
     # Any role
 
     def add(self, seq: Sequence) -> None:
-        """WAITING: to be computed here. Raises CannotFit when that can never be."""
-        self._tables.check_fits(seq, self.limits.max_len)
+        """WAITING: to be computed here. Raises CannotFit when that can never be.
+
+        One with outputs was begun elsewhere: it waits as one that gave way does, ahead of all that is new; or it is
+        FINISHED, when they are all there are to be."""
         assert seq.id not in self._roster.by_id, "an id is added once"
-        self._roster.move(seq, SeqState.WAITING)
+        seq.finish_reason = self._end_reason(seq) if seq.output else ""
+        if seq.finish_reason:
+            seq.state = SeqState.FINISHED
+            return
+        self._tables.check_fits(seq, self.limits.max_len)
+        self._roster.move(seq, SeqState.SWAPPED if seq.output else SeqState.WAITING)
 
     def abort(self, seq_id: SeqId) -> Sequence | None:
         """Ends a sequence in any state; None when there is none. A prefill half keeps its blocks until release().
@@ -135,16 +145,32 @@ class Scheduler:
         return wanted
 
     def granted(self, seq_id: SeqId, generation: int, num_resident_blocks: int) -> bool:
-        """False: nobody here waits for it (aborted, begun under another grant, said before)."""
+        """False: nobody here waits for it (aborted, said before). One that runs ahead stops doing so: PUSHING, at once
+        or, where a step has it, with that step's token."""
         seq = self._roster.by_id.get(seq_id)
-        if seq is None or not seq.needs_grant or seq.state is SeqState.FINISHED or generation <= seq.generation:
-            return False
-        if seq.state is not SeqState.WAITING and seq.generation:
+        if seq is None or seq.state is SeqState.FINISHED or generation <= seq.generation:
             return False
         seq.generation, seq.num_resident_blocks = generation, num_resident_blocks
+        seq.needs_grant = True
         if seq.state is SeqState.WAITING:
             self._roster.asked.add(seq_id)
+        elif seq.state is SeqState.RUNNING and seq.output and not seq.num_under_way and seq.num_pending == 1:
+            self._roster.move(seq, SeqState.PUSHING)
         return True
+
+    def run_ahead(self, seq_id: SeqId) -> bool:
+        """No grant comes: RUNNING as a local sequence does, to its end or until `granted`. One that waits does so only
+        where it takes nothing from anybody: nobody with a grant waits or is read, and places and blocks are left. One
+        that had stopped for a grant, which was not renewed for all its outputs, simply goes on."""
+        seq = self._roster.by_id.get(seq_id)
+        if seq is None or not seq.needs_grant:
+            return False
+        seq.needs_grant = False
+        if seq.state is SeqState.PUSHING:
+            self._roster.move(seq, SeqState.RUNNING)
+        else:
+            seq.needs_grant = not (seq.state is SeqState.WAITING and self._admission.admit_ahead(seq))
+        return not seq.needs_grant
 
     def ungrant(self, seq_id: SeqId) -> None:
         """The grant, or the wait for one, is over: the decode worker is gone. One that waits leaves the line, until
@@ -182,6 +208,25 @@ class Scheduler:
             seq.generation = self._generation
             self._roster.move(seq, SeqState.RECEIVING)
         return granted
+
+    def grant_again(self, seq_id: SeqId, output: list[int]) -> bool:
+        """Prefill has run ahead of the grant: of a RECEIVING sequence, which stops receiving (Receiver.revoke first),
+        these outputs too are to come. True: it has blocks for their KV as well, under a new generation. False: there
+        are none, and it is EXPECTED again."""
+        seq = self._roster.receiving.get(seq_id)
+        if seq is None:
+            return False
+        seq.output = output
+        num_missing = self._tables.blocks_for(seq.num_tokens) - len(seq.block_table)
+        if num_missing > self._tables.pool.num_free:
+            self._tables.free(seq)
+            seq.generation = seq.num_resident_blocks = 0
+            self._roster.move(seq, SeqState.EXPECTED)
+            return False
+        self._tables.grow(seq, num_missing)
+        self._generation += 1
+        seq.generation = self._generation
+        return True
 
     @property
     def is_dry(self) -> bool:
@@ -317,7 +362,7 @@ class Scheduler:
 
     def update(self, batch: Batch, tokens: list[Token | None]) -> list[Step]:
         """Takes the step's tokens, one a slice. Slices of sequences aborted meanwhile are passed over."""
-        self._under_way.remove(batch)
+        self._under_way = [each for each in self._under_way if each is not batch]
         for piece in batch.slices:
             piece.seq.num_under_way -= piece.num_tokens
         for seq in [seq for seq in self._to_free if not seq.num_under_way]:
@@ -370,7 +415,7 @@ class Scheduler:
 
     def _drop(self, seq: Sequence) -> None:
         self._roster.move(seq, SeqState.FINISHED)
-        if seq.output:  # aborted ones too: a stop string found by the router ends a sequence so
+        if seq.output and not seq.needs_grant:  # aborted ones too: a stop string found by the router ends one so
             self._gate.lengths.add(len(seq.output))
         if seq.num_under_way:
             self._to_free.append(seq)

@@ -3,7 +3,8 @@
 1. Entering an `Attempt` sends Prefill and Decode at once.
 2. `more` waits for tokens and `next` gives those that are here, in index order, each index once, from whoever is first.
    If prefill fails on the way, decode is told to do the rest alone; if decode is lost before it had the prompt's KV,
-   another one gets it from prefill. The client notices only the time it takes.
+   another one gets it from prefill; if nobody has the KV any more, another worker begins again, with the tokens so far
+   as they are. The client notices only the time it takes.
 3. Leaving it, for whatever reason, aborts on both workers what has not said Done.
 """
 
@@ -92,8 +93,10 @@ class Attempt:
         salt: str = "",
         deadline_s: float = 0.0,
         another: Callable[[Route], Route | None] = lambda route: None,
+        instead: Callable[[Route], Worker | None] = lambda route: None,
     ) -> None:
-        """`another`: a route from the same prefill worker to another decode worker, if there is one."""
+        """`another`: a route from the same prefill worker to another decode worker, if there is one. `instead`: a
+        worker that can do the rest of a sequence whose route is broken."""
         self.id = seq_id
         self.plan = plan
         self.record = record
@@ -103,11 +106,14 @@ class Attempt:
         self._salt = salt
         self._deadline_s = deadline_s
         self._another = another
+        self._instead = instead
+        self._has_begun_again = False
         self._has_prefill = False  # prefill works for it, or holds its KV
         self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Worker | None = None  # until the first token
-        self._next = 0
+        self._said: list[int] = []  # token ids that `next` gave
+        self._first = 0  # output index at which the prompt, and what is known of the output, is read
         self._ahead: dict[int, Token] = {}
 
     async def __aenter__(self) -> Self:
@@ -127,18 +133,29 @@ class Attempt:
         plan, route, record = self.plan, self.route, self.record
         record.path, record.decode, record.prefill = plan.path, route.worker.name, ""
         record.prompt_tokens, record.uncached_tokens = len(self._prompt), plan.num_uncached
-        record.sent = time.perf_counter()
+        record.sent = record.sent or time.perf_counter()
         self._reader = route.prefill or route.worker
         self._reader.begin_reading(plan.num_to_read, time.monotonic())
+        self._first = len(self._output())
         self._has_prefill = route.prefill is not None
         if route.prefill is None:
             route.worker.attach(self.id, self._inbox)
-            message = Prefill(self.id, self._prompt, self._params, self._salt, num_resident=plan.num_resident)
-            route.worker.send(message)
+            route.worker.send(self._whole(plan.num_resident))
         else:
             record.prefill = route.prefill.name
             route.prefill.crossed_at = time.monotonic()
             self._tell_pair(route.prefill, route.worker)
+
+    def _whole(self, num_resident: int = 0) -> Prefill:
+        """To be done by one worker, from the tokens on that are here."""
+        return Prefill(
+            self.id, self._prompt, self._params, self._salt, num_resident=num_resident, output=self._output()
+        )
+
+    def _output(self) -> list[int]:
+        """The ids of all tokens so far, up to the first that is missing."""
+        waiting = map(self._ahead.get, itertools.count(len(self._said)))
+        return self._said + [token.id for token in iter(lambda: next(waiting), None)]
 
     def _tell_pair(self, prefill: Worker, decode: Worker) -> None:
         prefill.attach(self.id, self._inbox)
@@ -158,31 +175,33 @@ class Attempt:
     async def more(self) -> bool:
         """Waits until `next` has a token; False when the sequence is over. Raises ApiError when it cannot go on, and
         Refused when it could nowhere."""
-        while self._next not in self._ahead:
+        while len(self._said) not in self._ahead:
             if self.reason and not self._ahead:
                 return False
             self._take(await self._inbox.get())
             for item in itertools.islice(iter(self._inbox.token, None), BATCH - 1):
                 self._take(item)
             if self._inbox.is_paused and self._inbox.qsize() <= RESUME_AT:
-                self._inbox.is_paused = False
+                self._inbox.paused = ""
                 self.route.worker.send(Resume(self.id))
         return True
 
     def next(self) -> Token | None:
         """The next token, if it is here: a client that is behind gets several in one write."""
-        token = self._ahead.pop(self._next, None)
+        token = self._ahead.pop(len(self._said), None)
         if token is not None:
-            self._next += 1
+            self._said.append(token.id)
             self.record.mark_token()
         return token
 
     def _take(self, event: Event) -> None:
         match event:
             case SeqToken():
-                if event.index >= self._next:
+                if event.id != self.id:
+                    return
+                if event.index >= len(self._said):
                     self._ahead.setdefault(event.index, event.token)
-                if event.index == 0:
+                if event.index == self._first:
                     self._has_read()
                     self.record.cached_tokens = max(self.record.cached_tokens, event.num_cached)
             case Lost():
@@ -195,7 +214,7 @@ class Attempt:
                 self._go_otherwise(event)
             case Expired():
                 raise timed_out(self._deadline_s)
-            case (name, done):
+            case (name, done) if done.id == self.id:
                 self._done(name, done)
 
     def _done(self, name: str, done: Done) -> None:
@@ -219,27 +238,44 @@ class Attempt:
             raise Refused(done.message)
         if done.reason in ("stop", "length"):
             self.reason = record.reason = done.reason
+            if worker is self.route.prefill and "ahead" in done.stages:
+                record.path = "colocated"  # decode had no room for it to the end
 
     def _go_elsewhere(self, lost: Worker) -> None:
         """Decode is gone. Until it had everything, which its second token tells, prefill has the prompt's KV, and
-        another decode worker can have it from there. Raises ApiError when that cannot be."""
+        another decode worker can have it from there."""
         self._leave(lost)
-        prefill, had_all = self.route.prefill, self._next > 1 or any(self._ahead)
+        prefill, had_all = self.route.prefill, len(self._said) > 1 or any(self._ahead)
         route = self._another(self.route) if self._has_prefill and not had_all else None
         if prefill is None or route is None:
-            if prefill is not None:
-                prefill.send(Abort(self.id, "decode worker lost"))
+            self._begin_again(lost)
+        else:
+            self.plan = replace(self.plan, route=route)
+            self.record.decode = route.worker.name
+            self._tell_pair(prefill, route.worker)
+
+    def _begin_again(self, lost: Worker) -> None:
+        """The KV is gone with whoever gave the output. The tokens are not: another worker reads them behind the prompt,
+        and goes on. Once: a request that ends its workers must not go through all of them. Raises ApiError."""
+        worker = None if self._has_begun_again else self._instead(self.route)
+        if self.route.prefill is not None:
+            self._leave(self.route.prefill)
+            self.route.prefill.send(Abort(self.id, "decode worker lost"))
+        if worker is None:
             raise unavailable(f"worker {lost.name} was lost while it held this request", "worker_lost")
-        self.plan = replace(self.plan, route=route)
-        self.record.decode = route.worker.name
-        self._tell_pair(prefill, route.worker)
+        num_known = len(self._output())
+        self._ahead = {index: token for index, token in self._ahead.items() if index < num_known}
+        self._has_begun_again = True
+        self.plan = Plan(Route(worker), len(self._prompt) + num_known)
+        self.id = SeqId(self.id.router, self.id.seq, self.id.attempt + 1)
+        self._send()
 
     def _go_alone(self, prefill: Worker) -> None:
         """Prefill cannot go on. Decode has the same model: it reads the prompt itself, from what has reached it."""
         self._leave(prefill)
         self._has_prefill = False
         self.record.path, self.record.prefill = "colocated", ""
-        self.route.worker.send(Prefill(self.id, self._prompt, self._params, self._salt))
+        self.route.worker.send(self._whole())
 
     def _go_otherwise(self, event: NotResident) -> None:
         """The router's view of that worker's cache was old. Nothing has begun there."""

@@ -133,6 +133,8 @@ class Dispatcher:
     def observe(self, record: Record) -> None:
         """A sequence is over: what it tells about rates and about the better path for its length."""
         self.watch(record)
+        if record.ran_ahead:  # its times are those of neither path
+            return
         self.chooser.rates.observe(record)
         if record.second and self.chooser.threshold is None:
             moved = self.chooser.crossover.observe(
@@ -171,13 +173,29 @@ class Dispatcher:
         deadline_s: float = 0.0,
     ) -> Attempt:
         seq_id = SeqId(self.workers.me.instance, next(self._number), 0)
-        return Attempt(seq_id, plan, prompt, params, record, salt=salt, deadline_s=deadline_s, another=self._another)
+        return Attempt(
+            seq_id,
+            plan,
+            prompt,
+            params,
+            record,
+            salt=salt,
+            deadline_s=deadline_s,
+            another=self._another,
+            instead=self._instead,
+        )
 
     def _another(self, route: Route) -> Route | None:
         """From the same prefill worker to the decode worker, another than this one, with the least to do."""
         others = [r for r in self.routes if r.prefill is route.prefill and r.worker is not route.worker]
         able = [other for other in others if self.is_proven(other) and not other.worker.is_draining]
         return min(able, key=lambda other: len(other.worker.open), default=None)
+
+    def _instead(self, route: Route) -> Worker | None:
+        """Who does the rest of a sequence whose worker is gone: one that does whole ones, with the least to do; without
+        any its prefill worker, whatever else that is for."""
+        prefill = [w for w in route.workers if w is route.prefill and w.is_connected]
+        return min(self._alone() or prefill, key=lambda worker: len(worker.open), default=None)
 
     # the queue
 

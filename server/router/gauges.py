@@ -38,6 +38,8 @@ _LOAD_TOTALS = {
 _COUNTERS = {
     "unexpected": "Messages that fit no state",
     "failed": "Sequences and messages that failed",
+    "ran_ahead": "Sequences that prefill decoded because no grant came",
+    "cuts": "Of them, those that were handed over once it came",
     "recomputed": "Prompts computed on the decode side because their KV did not come",
     "local_prefill_tokens": "Prompt tokens that a step may carry beside sequences that decode",
 }

@@ -336,6 +336,9 @@ def _observe(metrics: RouterMetrics, stats: Stats, record: Record) -> None:
             histogram.observe(seconds[name])
     for name in ("kv_bytes", "wire_bytes", "chunks", "resends"):
         getattr(metrics, name).inc(stages[name] or 0)
+    if stages["cut"] is not None:
+        metrics.cuts.inc()
+        metrics.cut_tokens.inc(stages["cut"])
     metrics.overlapped_bytes.inc((stages["overlap"] or 0) * (stages["kv_bytes"] or 0))
     stats.sequence_over(
         prefill=record.prefill,

@@ -51,7 +51,7 @@ class Spans:
         end = (record.last or time.perf_counter()) - record.arrival
         parent = _propagator.extract({"traceparent": record.traceparent}) if record.traceparent else None
         stages = record.as_dict()
-        names = {"path", "prefill", "decode", "prompt_tokens", "cached_tokens", "kv_bytes", "chunks", "resends"}
+        names = {"path", "prefill", "decode", "prompt_tokens", "cached_tokens", "kv_bytes", "chunks", "resends", "cut"}
         attributes = {f"pdctl.{name}": stages[name] for name in names if stages[name] is not None}
         attributes |= {"pdctl.output_tokens": record.output_tokens, "pdctl.reason": record.reason}
         attributes |= {"pdctl.request_id": record.request, "http.route": record.endpoint}

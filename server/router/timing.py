@@ -54,6 +54,11 @@ class Record:
                 self.stats.next_token(self.decode, now - self.last)
         self.last = now
 
+    @property
+    def ran_ahead(self) -> bool:
+        """Whether prefill went on with it while decode had no room (adr/0011)."""
+        return "ahead" in self.prefill_stages
+
     def as_dict(self) -> dict[str, Any]:
         """The stage record (docs/protocol.md). What did not happen, or was not reported, is null."""
         p, d = self.prefill_stages, self.decode_stages
@@ -76,6 +81,8 @@ class Record:
             **{name: int(d[name]) if name in d else None for name in _COUNTS},
             "overlap": d.get("overlap"),
             "decode_queue_ms": _gap(d, "ready", "start"),
+            "ahead_ms": self._at(p, "ahead"),
+            "cut": int(p["cut"]) if "cut" in p else None,
         }
 
     def as_row(self) -> dict[str, Any]:

@@ -66,13 +66,17 @@ Event = SeqToken | tuple[str, Done] | NotResident | Lost | Expired
 
 
 class Inbox:
-    """The events of one sequence, in order, for the one coroutine that waits for them. `is_paused`: its worker was told
-    that nobody reads."""
+    """The events of one sequence, in order, for the one coroutine that waits for them. `paused`: the worker that was
+    told that nobody reads, the last one whose tokens came."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self.is_paused = False
+        self.paused = ""
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.paused)
 
     def qsize(self) -> int:
         return len(self._events)
@@ -276,8 +280,8 @@ class Worker:
                     inbox = self.open.get(item.id)
                     if inbox is not None:
                         inbox.put_nowait(item)
-                        if not inbox.is_paused and inbox.qsize() > PAUSE_ABOVE:
-                            inbox.is_paused = True
+                        if inbox.paused != self.name and inbox.qsize() > PAUSE_ABOVE:
+                            inbox.paused = self.name
                             self.send(Pause(item.id))
             case NotResident():
                 inbox = self.open.get(message.id)

@@ -1,7 +1,8 @@
 """A simulated cluster: real schedulers and pools on both sides, virtual time, and messages that dawdle and repeat.
 
-Nothing here polls. A node looks at its scheduler when a message comes or a step ends, so a mix that stands still has an
-empty event queue while requests are unfinished: that is the deadlock this exists to find.
+Nothing here polls, but for a prompt's patience with a full pool. A node looks at its scheduler when a message comes or
+a step ends, so a mix that stands still has an empty event queue, or no other events, while requests are unfinished:
+that is the deadlock this exists to find.
 """
 
 import heapq
@@ -27,6 +28,7 @@ class Policy:
 
     run_ahead = False  # P computes before it has a grant
     grant_on_arrival = False  # D grants before P asks
+    cuts = True  # P goes on without a grant after a while, as a local sequence does, and hands over what it has by then
     admission: type[Admission] = Admission
 
 
@@ -86,7 +88,8 @@ class PrefillNode(Node):
         self.peers: dict[SeqId, DecodeNode] = {}
         self.granted: set[SeqId] = set()
         self.early: dict[SeqId, tuple[int, int]] = {}  # grants that outran their prompts
-        self.computed: dict[SeqId, Token] = {}
+        self.told: dict[SeqId, int] = {}  # outputs that the other side knows
+        self.pushed: set[SeqId] = set()
 
     def prefill(self, request: Request, peer: "DecodeNode") -> None:
         if request.id in self.gone:
@@ -103,30 +106,52 @@ class PrefillNode(Node):
     def negotiate(self) -> None:
         for seq in self.scheduler.grants_wanted():
             self.cluster.send(self.peers[seq.id].asked, seq.id, self)
+            self.be_patient(seq.id)
+
+    def be_patient(self, seq_id: SeqId) -> None:
+        if self.cluster.policy.cuts:
+            self.cluster.at(self.cluster.patience, self.lose_patience, seq_id)
+
+    def lose_patience(self, seq_id: SeqId) -> None:
+        seq = self.scheduler.get(seq_id)
+        if seq is None or seq_id in self.granted or not seq.needs_grant:
+            return
+        if not self.scheduler.run_ahead(seq_id):
+            self.be_patient(seq_id)
+        self.look()
 
     def grant(self, seq_id: SeqId, generation: int, num_resident_blocks: int) -> None:
-        self.granted.add(seq_id)
-        if seq_id in self.peers:
-            self.scheduler.granted(seq_id, generation, num_resident_blocks)
-        else:
+        if seq_id not in self.peers:
+            self.granted.add(seq_id)
             self.early[seq_id] = generation, num_resident_blocks
+        elif self.scheduler.granted(seq_id, generation, num_resident_blocks) or self.cluster.policy.run_ahead:
+            self.granted.add(seq_id)
         self.push(seq_id)
         self.look()
 
     def sampled(self, step: Step) -> None:
-        assert step.token is not None and step.index == 0
+        assert step.token is not None
         seq_id = step.seq.id
         self.cluster.token(seq_id, step)
         if step.finished:
             self.cluster.send(self.peers[seq_id].dropped, seq_id, self)
         else:
-            assert step.seq.state is SeqState.PUSHING
-            self.computed[seq_id] = step.token
+            assert step.seq.state is (SeqState.PUSHING if step.seq.needs_grant else SeqState.RUNNING)
             self.push(seq_id)
 
     def push(self, seq_id: SeqId) -> None:
-        if seq_id in self.granted and seq_id in self.computed:
-            self.cluster.send(self.peers[seq_id].kv, seq_id, self.computed.pop(seq_id), self)
+        seq = self.scheduler.get(seq_id)
+        if seq is None or seq.state is not SeqState.PUSHING or seq_id not in self.granted or seq_id in self.pushed:
+            return
+        if len(seq.output) in (1, self.told.get(seq_id)):
+            self.pushed.add(seq_id)
+            self.cluster.num_cut += len(seq.output) > 1
+            self.cluster.send(self.peers[seq_id].kv, seq_id, Token(seq.output[-1]), self)
+        else:  # it had run ahead of its grant
+            self.granted.discard(seq_id)
+            self.told[seq_id] = len(seq.output)
+            self.cluster.send(self.peers[seq_id].outran, seq_id, list(seq.output))
+            self.be_patient(seq_id)
 
     def acknowledged(self, seq_id: SeqId) -> None:
         self.scheduler.release(seq_id)
@@ -167,8 +192,17 @@ class DecodeNode(Node):
 
     def negotiate(self) -> None:
         for seq in self.scheduler.grants_possible():
-            for _ in range(self.cluster.random.choice([1, 1, 1, 2])):
-                self.cluster.send(self.askers[seq.id].grant, seq.id, seq.generation, seq.num_resident_blocks)
+            self.grant(seq)
+
+    def grant(self, seq: Sequence) -> None:
+        for _ in range(self.cluster.random.choice([1, 1, 1, 2])):
+            self.cluster.send(self.askers[seq.id].grant, seq.id, seq.generation, seq.num_resident_blocks)
+
+    def outran(self, seq_id: SeqId, output: list[int]) -> None:
+        seq = self.scheduler.get(seq_id)
+        if seq is not None and self.scheduler.grant_again(seq_id, output[:-1]):
+            self.grant(seq)
+        self.look()
 
     def kv(self, seq_id: SeqId, token: Token, peer: PrefillNode) -> None:
         random, seq = self.cluster.random, self.scheduler.get(seq_id)
@@ -204,6 +238,8 @@ class Cluster:
         self.random = random = Random(seed)
         self.policy = policy
         self.now = 0.0
+        self.patience = Random(~seed).choice([0.05, 0.3, 2.0])
+        self.num_cut = 0
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self.order = count()
         self.requests: dict[SeqId, Request] = {}
@@ -233,6 +269,7 @@ class Cluster:
             local_prefill_tokens=random.choice([0, 4, 16]) if decodes else None,
             age_limit_s=random.choice([0.1, 1.0, 100.0]),
             ahead=random.randrange(1, 6),
+            ahead_share=1.0,  # pools are small here
             kv_high=random.choice([0.7, 0.92, 1.0]),
             kv_low=random.choice([0.3, 0.6]),
             queue_low=random.choice([0, 1]),

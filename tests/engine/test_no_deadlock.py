@@ -11,6 +11,7 @@ SEEDS = range(200)
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 20))
 def test_every_mix_comes_to_its_end(first: int) -> None:
+    num_cut = 0
     for seed in SEEDS[first : first + 20]:
         cluster = Cluster(seed)
         try:
@@ -19,10 +20,13 @@ def test_every_mix_comes_to_its_end(first: int) -> None:
             error.add_note(f"seed {seed}, at {cluster.now:.3f} s")
             raise
         assert cluster.num_tokens
+        num_cut += cluster.num_cut
+    assert num_cut
 
 
 class RunsAhead(Policy):
     run_ahead = True
+    cuts = False
 
 
 class HoldsTheLine(Admission):
@@ -36,6 +40,7 @@ class HoldsTheLine(Admission):
 
 class GrantsOnArrival(Policy):
     grant_on_arrival = True
+    cuts = False
     admission = HoldsTheLine
 
 

@@ -275,3 +275,109 @@ def test_a_local_prompt_leaves_what_was_promised_to_a_grant() -> None:
         story.step()
     assert story.scheduler.counters().preemptions == 0
     assert [len(seq.output) for seq in (granted, *local)] == [24, 24, 24]
+
+
+def ahead(story: Story, length: int = 8, num_outputs: int = 3, **fields: object) -> Sequence:
+    """A prefill half that runs ahead of its grant."""
+    story.add(seq := story.seq(length, needs_grant=True, **fields))
+    assert story.scheduler.run_ahead(seq.id)
+    for _ in range(num_outputs):
+        story.step()
+    return seq
+
+
+def test_a_half_that_no_grant_comes_for_runs_ahead_until_one_does() -> None:
+    story = Story()
+    seq = ahead(story)
+    # 1. It decodes as a local one does.
+    assert (seq.state, len(seq.output)) == (SeqState.RUNNING, 3)
+    # 2. Granted between two steps it stops at once; its KV is all there but the last token's.
+    assert story.scheduler.granted(seq.id, 4, 0) and seq.state is SeqState.PUSHING
+    assert story.step() == [] and seq.num_computed == seq.num_to_hand_over == 10
+    # 3. The other side had no room for all of it: it goes on, until the next grant. Said again, that means nothing.
+    assert story.scheduler.run_ahead(seq.id) and story.computed() == [(seq, 1)]
+    assert not story.scheduler.granted(seq.id, 4, 0)
+    assert story.scheduler.granted(seq.id, 5, 0) and seq.state is SeqState.PUSHING
+    # 4. Its blocks stay until they are released.
+    story.scheduler.abort(seq.id)
+    assert story.pool.num_used == 3
+    story.scheduler.release(seq.id)
+    assert story.pool.num_used == 0
+
+
+def test_a_grant_within_a_step_leaves_it_that_step() -> None:
+    story = Story()
+    seq = ahead(story)
+    batch = story.schedule()
+    assert story.scheduler.granted(seq.id, 1, 0) and seq.state is SeqState.RUNNING
+    story.update(batch)
+    assert (seq.state, len(seq.output)) == (SeqState.PUSHING, 4)
+
+
+def test_a_grant_for_one_that_gave_way_is_used_when_it_returns() -> None:
+    story = Story(num_blocks=9, prefix_cache=False, ahead_share=1.0)
+    for _ in range(20):
+        story.scheduler._gate.lengths.add(1)  # it believes in short outputs
+    old, young = ahead(story, 8, 1, max_tokens=30), ahead(story, 8, 1, max_tokens=30)
+    # 1. Both grow; the younger gives way.
+    while young.state is not SeqState.SWAPPED:
+        story.step()
+    num_known = len(young.output)
+    # 2. Granted, it still waits for room, reads again what it had, and stops with one token more.
+    assert story.scheduler.granted(young.id, 1, 0) and young.state is SeqState.SWAPPED
+    while old.state is not SeqState.FINISHED:
+        story.step()
+    story.step()
+    assert (young.state, len(young.output)) == (SeqState.PUSHING, num_known + 1)
+
+
+def test_who_runs_ahead_takes_nothing_from_anybody() -> None:
+    story = Story(num_blocks=21, reserves_growth=True, max_running=4)
+    granted, other = story.seq(4, needs_grant=True), story.seq(4, needs_grant=True, max_tokens=12)
+    story.add(granted, other)
+    story.grant(1, granted)
+    # 1. One with a grant waits, or is read: it has the worker for itself.
+    assert not story.scheduler.run_ahead(other.id)
+    story.step()
+    assert granted.state is SeqState.PUSHING
+    # 2. It has not; and half of all blocks are enough for it to grow.
+    # 3. For another they are not: it holds nothing, and may yet be granted.
+    # 4. Half of all places are taken.
+    assert story.scheduler.run_ahead(other.id)
+    story.add(long := story.seq(20, needs_grant=True), short := story.seq(4, needs_grant=True, max_tokens=4))
+    assert not story.scheduler.run_ahead(long.id)
+    assert long.needs_grant and not long.block_table
+    assert story.scheduler.run_ahead(short.id)
+    story.add(last := story.seq(2, needs_grant=True, max_tokens=2))
+    assert not story.scheduler.run_ahead(last.id)
+    assert story.scheduler.granted(long.id, 2, 0)
+
+
+def test_a_grant_grows_with_what_came_before_it() -> None:
+    story = Story(num_blocks=9, kv_high=1.0)
+    for _ in range(20):
+        story.scheduler._gate.lengths.add(1)  # it believes in short outputs
+    [seq] = expect(story, 8, max_tokens=30)
+    assert story.scheduler.grants_possible() == [seq] and len(seq.block_table) == 2
+    # 1. Nine outputs came first: eight of them have KV, two blocks more, under another generation.
+    assert story.scheduler.grant_again(seq.id, [7] * 8)
+    assert (len(seq.block_table), seq.generation) == (4, 2)
+    # 2. Still more, and no blocks for them: it waits anew, holding nothing, in its old place.
+    story.receive(story.seq(8))
+    assert not story.scheduler.grant_again(seq.id, [7] * 20)
+    assert (seq.state, seq.block_table, story.scheduler.counters().num_expected) == (SeqState.EXPECTED, [], 1)
+    story.step(0)
+    assert story.scheduler.grants_possible() == [seq] and len(seq.block_table) == 7
+    # 3. It goes on from the last output, which is read here.
+    story.scheduler.received(seq.id, Token(7))
+    assert story.computed() == [(seq, 1)] and len(seq.output) == 22
+
+
+def test_one_that_was_begun_elsewhere_goes_before_all_that_is_new() -> None:
+    story = Story(max_seqs=1)
+    story.add(new := story.seq(4), begun := story.seq(8, output=[7, 9]))
+    over, ends = story.seq(4, max_tokens=2, output=[7, 7]), story.seq(4, output=[7, 0])
+    story.add(over, ends)
+    assert (over.finish_reason, ends.finish_reason) == ("length", "stop")
+    assert story.computed() == [(begun, 10)] and begun.output == [7, 9, 7]
+    assert new.state is SeqState.WAITING

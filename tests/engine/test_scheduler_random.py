@@ -24,19 +24,21 @@ class Chaos:
         self.limits = Limits(
             token_budget=64, chunk_tokens=24, max_seqs=3, max_running=6, ahead=3, local_prefill_tokens=8
         )
-        self.limits.idle_swap_s = 5.0
+        self.limits.idle_swap_s, self.limits.ahead_share = 5.0, 1.0
         self.limits.queue_low, self.limits.queue_high = 1, 3
         self.pool = BlockPool(25, 4, host=HostPool(10))
         self.pool.is_watched = True
         self.told: set[bytes] = set()  # what a router believes can be hit
         self.scheduler = Scheduler(self.limits, self.pool, lambda: self.now)
         self.alive: list[Sequence] = []
+        self.halves: set[SeqId] = set()  # of prefill
         self.batch: Batch | None = None
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset): what is written there stands for its whole prefix
         self.host: dict[int, list[int | None]] = {}  # what each host block holds
         self.num_added = 0
         self.num_ended = 0
         self.num_refused = 0
+        self.num_ahead = self.num_cut = 0
 
     def new(self, needs_grant: bool = False) -> Sequence:
         self.num_added += 1
@@ -49,7 +51,9 @@ class Chaos:
     def submit(self, seq: Sequence, expected: bool = False) -> None:
         try:
             (self.scheduler.expect if expected else self.scheduler.add)(seq)
-            self.alive.append(seq)
+            if seq.state is not SeqState.FINISHED:
+                self.alive.append(seq)
+                self.halves |= {seq.id} if seq.needs_grant else set()
         except CannotFit:
             self.num_refused += 1
             assert seq.num_tokens + 1 > 24 * 4
@@ -63,13 +67,30 @@ class Chaos:
 
     def operate(self) -> None:
         operations = [self.admit, self.abort, self.release, self.read, self.step, self.step, self.step]
-        self.random.choice([*operations, self.step, self.grants, self.grants, self.give, self.receive, self.receive])()
+        operations += [self.step, self.grants, self.grants, self.give, self.receive, self.receive]
+        self.random.choice([*operations, self.run_ahead, self.grant_again])()
         self.now += self.random.random()
 
     def admit(self) -> None:
         if len(self.alive) < 30:
             kind = self.random.randrange(3)
-            self.submit(self.new(needs_grant=kind == 1), expected=kind == 2)
+            seq = self.new(needs_grant=kind == 1)
+            if kind == 0 and self.random.random() < 0.2:  # begun elsewhere
+                seq.output = [self.token().id for _ in range(self.random.randrange(1, 8))]
+            self.submit(seq, expected=kind == 2)
+
+    def run_ahead(self) -> None:
+        seq = self.random.choice([self.pick(SeqState.WAITING), self.pick(SeqState.PUSHING)])
+        if seq and self.scheduler.run_ahead(seq.id):
+            self.num_ahead += 1
+        self.copy()
+
+    def grant_again(self) -> None:
+        seq = self.pick(SeqState.RECEIVING)
+        if seq is not None and not seq.num_computed:
+            output = seq.output + [self.token().id + 1 for _ in range(self.random.randrange(1, 8))]
+            self.num_cut += self.scheduler.grant_again(seq.id, output)
+            self.copy()
 
     def abort(self) -> None:
         seq = self.pick(*SeqState)
@@ -110,7 +131,7 @@ class Chaos:
     def give(self) -> None:
         self.scheduler.grants_wanted()
         seq = self.pick(*SeqState)
-        if seq:
+        if seq and seq.id in self.halves:
             self.scheduler.granted(seq.id, self.random.randrange(1, 4), 0)
 
     def receive(self) -> None:
@@ -193,7 +214,8 @@ def test_ten_thousand_random_operations(seed: int) -> None:
         chaos.operate()
         chaos.check()
     counters = chaos.scheduler.counters()
-    assert chaos.num_ended > 300 and chaos.num_refused and counters.preemptions and counters.prefix_hit_tokens
+    assert chaos.num_ended > 250 and chaos.num_refused and counters.preemptions and counters.prefix_hit_tokens
+    assert chaos.num_ahead > 10 and chaos.num_cut > 10
     assert counters.swapped_out_blocks > 300 and counters.swapped_in_blocks > 30
     chaos.drain()
     assert not chaos.alive and chaos.pool.num_used == 0

@@ -54,7 +54,7 @@ def test_an_engine_that_is_faster_than_the_control_loop() -> None:
     worker.ledger = Ledger()
     seq = make_sequence(0, [5] * 20, max_tokens=3)
     seq.state = SeqState.EXPECTED
-    entry = DecodeEntry(seq, cast("Any", owner), 0.0, token0=Token(9), is_covered=True)
+    entry = DecodeEntry(seq, cast("Any", owner), 0.0, outputs=[Token(9)], is_covered=True)
     worker.ledger.add(entry)
     with lock:
         engine.scheduler.expect(seq)

@@ -45,6 +45,7 @@ class FakeWorker:
         self.address = f"unix:{folder / name}.sock"
         self.reply = reply
         self.stepwise = False
+        self.runs_ahead = False  # the prefill side says more than token 0
         self.is_silent = False
         self.error = ""
         self.error_reason = "error"
@@ -91,6 +92,10 @@ class FakeWorker:
             channel.abort()
         if server is not None:
             await server.wait_closed()
+
+    def say(self, message: AnyMessage) -> None:
+        for channel in self._channels:
+            channel.send(message)
 
     def step(self, tokens: int = 1) -> None:
         for _ in range(tokens):
@@ -140,6 +145,8 @@ class FakeWorker:
         elif isinstance(message, Prefill) and message.num_resident and self.is_stale:
             channel.send(NotResident(message.id))
         elif isinstance(message, Prefill | Decode):
+            if task := self._tasks.pop(message.id, None):  # a decode worker that goes on alone
+                task.cancel()
             self._tasks[message.id] = asyncio.create_task(self._play(channel, message))
         elif isinstance(message, Abort):
             if task := self._tasks.pop(message.id, None):
@@ -158,11 +165,14 @@ class FakeWorker:
                 channel.send(Tokens((SeqToken(message.id, index, self.token(token_id)),)))
             channel.send(Done(message.id, self.error_reason, message=self.error))
             return
-        if isinstance(message, Prefill) and message.decode:
+        if isinstance(message, Prefill) and message.decode and not self.runs_ahead:
             ids, reason = ids[:1], reason if len(ids) == 1 else "handed_over"
         elif isinstance(message, Decode) and len(ids) == 1:
             return  # the prefill side has told it to drop its grant
+        known = message.output if isinstance(message, Prefill) else []
         for index, token_id in enumerate(ids):
+            if index < len(known):
+                continue
             if self.stepwise and not _is_probe(message):
                 await self._permits.acquire()
             if index or self.token0_to_router or isinstance(message, Prefill):

@@ -15,7 +15,7 @@ KEYS = [
     "path", "prefill", "decode", "prompt_tokens", "cached_tokens", "queue_ms", "prefill_queue_ms",
     "grant_wait_ms", "prefill_start_ms", "first_chunk_ms", "prefill_end_ms", "first_token_ms", "kv_ready_ms",
     "second_token_ms", "transfer_ms", "kv_bytes", "wire_bytes", "chunks", "resends", "overlap",
-    "decode_queue_ms",
+    "decode_queue_ms", "ahead_ms", "cut",
 ]
 # fmt: on
 ADMIN = {"Authorization": f"Bearer {SECRET.decode()}"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.messages import Abort, Pause, Resume
+from server.messages import Abort, Decode, Pause, Resume
 from tests.router.conftest import Start, read_answer, until
 
 NUM_TOKENS = 7000  # more than sockets hold, several events a segment
@@ -33,6 +33,25 @@ async def test_a_client_that_does_not_read_pauses_its_sequences(start: Start, po
         texts[choice["index"]] += choice["text"]
     assert texts == dict.fromkeys(range(n), " a" * NUM_TOKENS)
     assert len(worker.heard(Pause)) == len(worker.heard(Resume))
+
+
+async def test_decode_is_told_too_when_it_takes_over(start: Start) -> None:
+    """Prefill, which decodes while decode is full, was told and did not heed it. Decode is the next to say tokens."""
+    cluster = await start(prefill=1, decode=1, send_buffer=4096)
+    [word] = cluster.text.tokenizer.encode(" a").ids
+    for fake in cluster.fakes.values():
+        fake.reply = lambda prompt: [word] * NUM_TOKENS
+        fake.stepwise = True
+    cluster.prefill.runs_ahead = True
+    body = {"prompt": "Once", "max_tokens": NUM_TOKENS, "stream": True}
+    _, writer = await cluster.send("POST", "/v1/completions", body)
+    await cluster.decode.saw(Decode)
+    cluster.prefill.step(NUM_TOKENS - 1)
+    (pause,) = await cluster.prefill.saw(Pause)
+    assert not cluster.decode.heard(Pause)
+    cluster.decode.step(1)
+    assert await cluster.decode.saw(Pause) == [pause]
+    writer.close()
 
 
 async def test_a_client_that_leaves_without_reading_has_its_sequence_aborted(start: Start) -> None:

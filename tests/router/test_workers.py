@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -126,15 +127,32 @@ async def test_finished_prefill_is_not_aborted(start: Start) -> None:
 
 
 async def test_decode_lost_before_the_first_token(start: Start) -> None:
+    """There is no other decode worker: prefill, which can do it too, has the whole of it, as another attempt."""
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stepwise = cluster.decode.stepwise = True
+    task = asyncio.create_task(cluster.chat(stream=True))
+    (first,) = await cluster.prefill.saw(Prefill)
+    await cluster.decode.saw(Decode)
+    await cluster.decode.stop()
+    _, again = await cluster.prefill.saw(Prefill, 2)
+    assert (again.decode, again.output) == ("", [])
+    assert (again.id.seq, again.id.attempt) == (first.id.seq, first.id.attempt + 1)
+    assert [abort.id for abort in await cluster.prefill.saw(Abort)] == [first.id]
+    cluster.prefill.step(100)
+    assert (await task).status == 200
+    await nothing_open(cluster)
+
+
+async def test_nobody_left_to_begin_again(start: Start) -> None:
     cluster = await start(prefill=1, decode=1)
     cluster.prefill.stepwise = cluster.decode.stepwise = True
     task = asyncio.create_task(cluster.chat(stream=True))
     await cluster.prefill.saw(Prefill)
-    await cluster.decode.saw(Decode)
+    await cluster.prefill.stop()
+    await cluster.decode.saw(Prefill)
     await cluster.decode.stop()
     error = check_error(await task, 503)
     assert error["code"] == "worker_lost"
-    await cluster.prefill.saw(Abort)
     await nothing_open(cluster)
 
 
@@ -162,15 +180,45 @@ async def test_decode_goes_on_alone_when_prefill_fails(start: Start, how: str) -
 
 
 async def test_decode_lost_after_the_first_token(start: Start) -> None:
+    """1. A stream has some tokens. 2. Its decode worker dies, and with it the KV. 3. Prefill begins again behind those
+    that there are: the client sees each token once."""
     cluster = await start(prefill=1, decode=1)
+    ids = cluster.say(HELLO)
     cluster.decode.stepwise = True
     reader, writer = await begin_stream(cluster)
-    await read_until(reader, b'"content":"Hello"')
+    head = await read_until(reader, b'"content":"Hello"')
+    cluster.decode.step(3)
+    head += await read_until(reader, b'"content":","')
     await cluster.decode.stop()
+    _, again = await cluster.prefill.saw(Prefill, 2)
+    assert (again.decode, again.output) == ("", ids[: len(again.output)])
+    assert len(again.output) >= 2
+    whole = head + await reader.read()
+    writer.close()
+    assert "".join(re.findall(r'"content":"([^"]*)"', whole.decode())) == HELLO
+    assert b"error" not in whole
+    record = (await cluster.request("GET", "/admin/requests", headers=ADMIN)).json["requests"][0]
+    assert (record["path"], record["decode"], record["output_tokens"]) == ("colocated", "prefill-0", len(ids))
+    await nothing_open(cluster)
+
+
+async def test_it_is_begun_again_once(start: Start) -> None:
+    """A request that ends its workers does not go through all of them."""
+    cluster = await start(colocated=3)
+    for fake in cluster.fakes.values():
+        fake.stepwise = True
+    reader, writer = await begin_stream(cluster)
+    killed: list[str] = []
+    for _ in range(2):
+        await until(lambda: any(fake.heard(Prefill) for name, fake in cluster.fakes.items() if name not in killed))
+        name = next(name for name, fake in cluster.fakes.items() if name not in killed and fake.heard(Prefill))
+        await cluster.fakes[name].stop()
+        killed.append(name)
     rest = await reader.read()
     writer.close()
     assert b'"code":"worker_lost"' in rest
-    assert rest.count(b"[DONE]") == 1
+    (left,) = (fake for name, fake in cluster.fakes.items() if name not in killed)
+    assert not left.heard(Prefill)
     await nothing_open(cluster)
 
 
@@ -210,9 +258,10 @@ async def test_lost_decode_worker_is_replaced(start: Start, has_first: bool) -> 
 
 
 async def test_decode_worker_lost_with_the_only_copy(start: Start) -> None:
-    """Its second token says that prefill has let go: an error, though there is another worker. Prefill is told
-    anyway."""
+    """Its second token says that prefill has let go: another decode worker begins again, behind the tokens so far.
+    Prefill is told anyway."""
     cluster = await start(prefill=1, decode=2)
+    ids = cluster.say(HELLO)
     for name in ("decode-0", "decode-1"):
         cluster.fakes[name].stepwise = True
     reader, writer = await begin_stream(cluster)
@@ -221,12 +270,63 @@ async def test_decode_worker_lost_with_the_only_copy(start: Start) -> None:
     lost_one.step(3)
     await read_until(reader, b'"content":","')
     await lost_one.stop()
+    (again,) = await other.saw(Prefill)
+    assert again.decode == ""
+    assert again.output == ids[: len(again.output)]
+    assert len(again.output) >= 2
+    other.step(100)
     rest = await reader.read()
     writer.close()
-    assert b'"code":"worker_lost"' in rest
+    assert b'"finish_reason":"stop"' in rest
     assert not other.heard(Decode)
     await cluster.prefill.saw(Abort)
     await nothing_open(cluster)
+
+
+@pytest.mark.parametrize("how", ["lost", "error", "ends"])
+async def test_prefill_that_runs_ahead(start: Start, how: str) -> None:
+    """Decode has no room yet: prefill says more than token 0. 1. It is lost, or fails: decode goes on alone, behind
+    what the client has. 2. Or it comes to the end: so does the sequence, and decode is told."""
+    cluster = await start(prefill=1, decode=1)
+    ids = cluster.say(HELLO)
+    cluster.prefill.stepwise = cluster.decode.stepwise = True
+    cluster.prefill.runs_ahead = True
+    cluster.prefill.stages = {"ahead": 0.25}
+    reader, writer = await begin_stream(cluster)
+    (asked,) = await cluster.prefill.saw(Prefill)
+    cluster.prefill.step(3)
+    await read_until(reader, b'"content":","')
+    if how == "ends":
+        cluster.prefill.step(100)
+        assert [abort.id for abort in await cluster.decode.saw(Abort)] == [asked.id]
+    else:
+        if how == "lost":
+            await cluster.prefill.stop()
+        else:
+            cluster.prefill.say(Done(asked.id, "error", message="decode-0 was lost"))
+        (alone,) = await cluster.decode.saw(Prefill)
+        assert (alone.id, alone.decode) == (asked.id, "")
+        assert alone.output == ids[: len(alone.output)]
+        assert len(alone.output) >= 2
+        cluster.decode.step(100)
+    rest = await reader.read()
+    writer.close()
+    assert b'"finish_reason":"stop"' in rest
+    assert b'"error"' not in rest
+    record = (await cluster.request("GET", "/admin/requests", headers=ADMIN)).json["requests"][0]
+    assert (record["path"], record["output_tokens"]) == ("colocated", len(ids))
+    await nothing_open(cluster)
+
+
+async def test_the_record_of_a_cut(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    cluster.prefill.stages = {"ahead": 0.25, "cut": 1.0}
+    record = (await cluster.chat(headers={"x-pdctl-timing": "1"})).json["pdctl"]
+    assert (record["path"], record["cut"]) == ("pd", 1)
+    assert record["ahead_ms"] == pytest.approx(record["queue_ms"] + 250)
+    text = (await cluster.request("GET", "/metrics")).body.decode()
+    assert "pdctl_cuts_total 1.0" in text
+    assert "pdctl_cut_tokens_total 1.0" in text
 
 
 async def test_prefill_lost_after_hand_over_is_not_missed(start: Start) -> None:

@@ -6,6 +6,7 @@
 4. Chunks that prefill posts stay in `wire.posts` until `all_sent`; decode gets chunks by `chunk`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from server.engine.engine import Engine
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.limits import Limits
 from server.engine.scheduler import Scheduler
+from server.knobs import turned
 from server.messages import (
     AnyMessage,
     Card,
@@ -51,6 +53,7 @@ PROMPT = list(range(3, 43))  # 40 tokens: two blocks and a partial one
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
 TOKEN = Token(7)
 LEASE_S = 10.0
+AHEAD_S = 0.25
 
 M = TypeVar("M")
 W = TypeVar("W", bound=Worker[Any])
@@ -103,12 +106,14 @@ class Runner:
     """Computes nothing."""
 
     max_len = 4096
+    is_async = False
 
     def __init__(self) -> None:
         self.pool = KVCachePool(SPEC, NUM_BLOCKS)
 
-    def execute(self, batch: Batch) -> list[Token | None]:
-        return [TOKEN if piece.samples else None for piece in batch.slices]
+    def launch(self, batch: Batch) -> Callable[[], list[Token | None]]:
+        tokens = [TOKEN if piece.samples else None for piece in batch.slices]
+        return lambda: tokens
 
 
 class IdleThread:
@@ -167,7 +172,12 @@ class Stage(Generic[W]):
 def _boot(name: str, folder: Path) -> Boot:
     (folder / "secret").write_bytes(b"x")
     config = Config.model_validate(
-        {"prefill": {"workers": 1}, "decode": {"workers": 2}, "transfer": {"chunk_tokens": 16}}
+        {
+            "prefill": {"workers": 1},
+            "decode": {"workers": 2},
+            "transfer": {"chunk_tokens": 16},
+            "hybrid": {"threshold_tokens": 0},
+        }
     )
     return Boot(name, config, "", str(folder), str(folder / "secret"), {})
 
@@ -175,13 +185,14 @@ def _boot(name: str, folder: Path) -> Boot:
 class PrefillStage(Stage[PrefillWorker]):
     """One block a step, one block a chunk; two decode workers with slots to spare."""
 
-    STATES = ("unknown", "waiting", "granted", "running", "pushing", "finished")
+    STATES = ("unknown", "waiting", "granted", "running", "pushing", "finished", "ahead", "cut")
+    NUM_AHEAD = 3  # outputs of one that runs ahead, or did until it was granted
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wire = Wire()
         monkeypatch.setattr("server.prefill.sending_side", self._side)
-        clock = Clock()
-        super().__init__(PrefillWorker(_boot("prefill-0", folder)), clock, Limits(chunk_tokens=BLOCK))
+        limits = Limits(chunk_tokens=BLOCK, reserves_growth=True)
+        super().__init__(PrefillWorker(_boot("prefill-0", folder)), Clock(), limits)
         self.num_ended = 0
         self.decode, self.other = self.join(Peer("decode-0", "decode")), self.join(Peer("decode-1", "decode"))
         for peer in (self.decode, self.other):
@@ -201,7 +212,6 @@ class PrefillStage(Stage[PrefillWorker]):
 
     def bring(self, id: SeqId, state: str) -> None:
         """`id` into `state`; what was said on the way is forgotten."""
-        stop = self.STATES.index(state)
         steps = (
             lambda: self.prefill(id),
             lambda: self.grant(id),
@@ -209,10 +219,25 @@ class PrefillStage(Stage[PrefillWorker]):
             lambda: (self.step(), self.step()),
             lambda: (self.tell(self.decode, Done(id, "received")), self.all_sent()),
         )
-        for do in steps[:stop]:
+        if state in ("ahead", "cut"):
+            self.run_ahead(id)
+            steps = steps[1:2]
+        for do in steps[: {"ahead": 0, "cut": 1}.get(state, self.STATES.index(state))]:
             do()
         for peer in (self.router, self.decode, self.other):
             peer.heard.clear()
+
+    def run_ahead(self, id: SeqId) -> None:
+        """Nobody grants it: three steps for the prompt, and then for more tokens."""
+        self.prefill(id)
+        self.be_hybrid()
+        self.wait(AHEAD_S)
+        self.be_hybrid(False)
+        for _ in range(2 + self.NUM_AHEAD):
+            self.step()
+
+    def be_hybrid(self, is_hybrid: bool = True) -> None:
+        self.worker.config = turned(self.worker.boot.config, {"hybrid.threshold_tokens": 256 * is_hybrid})
 
     def posted(self, instance: str = "decode-0-instance") -> list[int]:
         """First blocks of the chunks that went to that peer."""
@@ -229,13 +254,18 @@ class PrefillStage(Stage[PrefillWorker]):
         if entry is None:
             return "finished" if self.worker.ledger.knew(id) else "unknown"
         state = entry.seq.state.value
+        if state == "running" and not entry.seq.needs_grant:
+            return "ahead"
+        if state == "pushing" and not entry.is_granted and entry.num_told:
+            return "cut"
         return "granted" if state == "waiting" and entry.is_granted else state
 
 
 class DecodeStage(Stage[DecodeWorker]):
     """Up to two prefill workers."""
 
-    STATES = ("unknown", "expected", "receiving", "running", "finished")
+    STATES = ("unknown", "expected", "receiving", "running", "finished", "cut")
+    NUM_AHEAD = 3  # outputs that prefill has when it is granted, of one that is cut
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("server.decode.receiving_side", self._side)
@@ -265,10 +295,16 @@ class DecodeStage(Stage[DecodeWorker]):
         self.tell(self.prefill, GrantRequest(id, len(PROMPT)))
 
     def token0(self, id: SeqId) -> None:
-        self.tell(self.prefill, Tokens((SeqToken(id, 0, TOKEN),)))
+        self.outputs(id, 0, 1)
 
-    def chunk(self, id: SeqId, block: int, *, generation: int = 1, flip: bool = False) -> None:
-        """Block `block` of the sequence arrives whole in the next credited slot."""
+    def outputs(self, id: SeqId, first: int, stop: int) -> None:
+        """Prefill tells outputs [first, stop)."""
+        self.tell(self.prefill, Tokens(tuple(SeqToken(id, index, TOKEN) for index in range(first, stop))))
+
+    def chunk(self, id: SeqId, block: int, *, generation: int = 0, flip: bool = False) -> None:
+        """Block `block` of the sequence arrives whole in the next credited slot, under the grant that it has now."""
+        entry = self.worker.ledger.get(id)
+        generation = generation or (entry.seq.generation if entry is not None else 1)
         slot = self.slots.pop(0)
         data = self.source[block]
         peer = self.prefill.peer.instance
@@ -286,7 +322,7 @@ class DecodeStage(Stage[DecodeWorker]):
 
     def bring(self, id: SeqId, state: str) -> None:
         """`id` into `state`; what was said on the way is forgotten."""
-        stop = self.STATES.index(state)
+        stop = self.STATES.index("receiving" if state == "cut" else state)
         steps = (
             lambda: self.expect(id),
             lambda: self.ask(id),
@@ -295,6 +331,8 @@ class DecodeStage(Stage[DecodeWorker]):
         )
         for do in steps[:stop]:
             do()
+        if state == "cut":
+            self.outputs(id, 0, self.NUM_AHEAD)
         for peer in (self.router, self.prefill):
             peer.heard.clear()
 
@@ -302,7 +340,8 @@ class DecodeStage(Stage[DecodeWorker]):
         entry = self.worker.ledger.get(id)
         if entry is None:
             return "finished" if self.worker.ledger.knew(id) else "unknown"
-        return entry.seq.state.value
+        state = entry.seq.state.value
+        return "cut" if state == "receiving" and entry.seq.output else state
 
     @property
     def slots_are_back(self) -> bool:

@@ -5,6 +5,7 @@ import pytest
 from server.messages import (
     Abort,
     AbortAck,
+    Decode,
     Done,
     Grant,
     GrantRequest,
@@ -21,7 +22,7 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
-from server.sequence import Token
+from server.sequence import SamplingParams, Token
 from tests.transfer.world import seq
 from tests.worker.stage import LEASE_S, PARAMS, PROMPT, TOKEN, DecodeStage
 
@@ -83,18 +84,58 @@ def test_grant_request_outruns_decode(d: DecodeStage) -> None:
 def test_whole_sequence_here(d: DecodeStage, state: str) -> None:
     """Prefill with `decode` empty. Nobody else is needed from then on, and what is verified is not computed again."""
     d.bring(ID, state)
-    if state == "receiving":
+    if state in ("receiving", "cut"):
         d.chunk(ID, 0)
         d.chunk(ID, 1)
     d.tell(d.router, Prefill(ID, PROMPT, PARAMS))
     steps = d.engine.num_steps
     finish(d)
-    if state in ("unknown", "expected", "receiving"):
+    if state in ("unknown", "expected", "receiving", "cut"):
         assert outputs(d) == list(range(PARAMS.max_tokens))
-        num_reads = 1 if state == "receiving" else 3
-        assert d.engine.num_steps - steps == num_reads + PARAMS.max_tokens - 1
+        num_reads, num_known = {"receiving": (1, 0), "cut": (1, d.NUM_AHEAD)}.get(state, (3, 0))
+        assert d.engine.num_steps - steps == num_reads + PARAMS.max_tokens - 1 - num_known
     assert d.state(ID) == "finished"
-    assert d.worker.counters["recomputed"] == (state in ("expected", "receiving"))
+    assert d.worker.counters["recomputed"] == (state in ("expected", "receiving", "cut"))
+
+
+@each_state
+@pytest.mark.parametrize("num_known", [1, 2, 5, PARAMS.max_tokens])
+def test_rest_of_a_sequence_here(d: DecodeStage, state: str, num_known: int) -> None:
+    """The router tells what the client has had: it stays, whoever sampled it, and no index is left out behind it. What
+    prefill has told beyond it is said to the router, which may not have it. Whatever was verified is not read again."""
+    d.bring(ID, state)
+    for block in range(2 * (state in ("receiving", "cut"))):
+        d.chunk(ID, block)
+    forced = [TOKEN.id] * num_known if state in ("running", "finished", "cut") else [20 + i for i in range(num_known)]
+    d.tell(d.router, Prefill(ID, PROMPT, PARAMS, output=forced))
+    steps = d.engine.num_steps
+    finish(d)
+    if state != "finished":
+        first = max(num_known, 2) if state == "running" else num_known  # two of a running one were told on the way
+        assert set(outputs(d)) >= set(range(first, PARAMS.max_tokens))
+    assert [done.reason for done in d.router.take(Done)] == ["length"] * (state != "finished")
+    assert d.state(ID) == "finished"
+    if state in ("unknown", "expected", "receiving") and num_known < PARAMS.max_tokens:
+        num_reads = 1 if state == "receiving" else 3
+        assert d.engine.num_steps - steps == num_reads + PARAMS.max_tokens - num_known - 1
+
+
+def test_what_was_begun_here_gives_way_to_what_the_client_knows(d: DecodeStage) -> None:
+    """1. Prefill is lost; decode knows of no output, and begins by itself. 2. The router tells two that prefill had
+    sampled, others than decode's. 3. The text goes on behind those."""
+    d.bring(ID, "expected")
+    d.lose(d.prefill)
+    for _ in range(4):
+        d.step()
+    assert outputs(d) == [0, 1]
+    d.tell(d.router, Prefill(ID, PROMPT, PARAMS, output=[20, 21]))
+    found = d.worker.ledger.get(ID).seq  # type: ignore[union-attr]
+    steps = d.engine.num_steps
+    finish(d)
+    assert found.output == [20, 21] + [TOKEN.id] * (PARAMS.max_tokens - 2)
+    assert outputs(d) == list(range(2, PARAMS.max_tokens))
+    assert d.engine.num_steps - steps == PARAMS.max_tokens - 2, "what it had read was found again"
+    assert d.worker.counters["recomputed"] == 1
 
 
 def test_not_resident(d: DecodeStage) -> None:
@@ -115,7 +156,8 @@ def test_grant_request(d: DecodeStage, state: str) -> None:
     """Expected: granted. Granted: said again, the same. Over: told so."""
     d.bring(ID, state)
     d.ask(ID)
-    assert [grant.generation for grant in d.prefill.take(Grant)] == ([1] if state in ("expected", "receiving") else [])
+    generations = {"expected": [1], "receiving": [1], "cut": [2]}.get(state, [])
+    assert [grant.generation for grant in d.prefill.take(Grant)] == generations
     assert len(d.prefill.take(Abort)) == (state == "finished")
     assert d.state(ID) == {"expected": "receiving"}.get(state, state)
 
@@ -137,7 +179,7 @@ def test_renew(d: DecodeStage, state: str) -> None:
     d.bring(ID, state)
     d.clock.now += LEASE_S - 0.1
     d.tell(d.prefill, Renew((ID,)))
-    assert d.prefill.take(Renew) == ([Renew((ID,))] if state == "receiving" else [])
+    assert d.prefill.take(Renew) == ([Renew((ID,))] if state in ("receiving", "cut") else [])
     assert len(d.prefill.take(Abort)) == (state in ("unknown", "expected", "finished"))
     d.wait(LEASE_S - 0.1)
     assert d.worker.counters["lease_expired"] == 0
@@ -148,11 +190,12 @@ def test_renew(d: DecodeStage, state: str) -> None:
 def test_lease_over(d: DecodeStage, state: str) -> None:
     """Prefill renews no more: what is verified is kept, the rest is computed here, and late chunks mean nothing."""
     d.bring(ID, state)
-    if state == "receiving":
+    is_granted = state in ("receiving", "cut")
+    if is_granted:
         d.chunk(ID, 0)
     d.wait(LEASE_S + 0.1)
-    assert d.worker.counters["lease_expired"] == (state == "receiving")
-    if state == "receiving":
+    assert d.worker.counters["lease_expired"] == is_granted
+    if is_granted:
         finish(d)
         assert outputs(d) == list(range(PARAMS.max_tokens))
         d.chunk(ID, 1)
@@ -166,7 +209,7 @@ def test_chunk(d: DecodeStage, state: str) -> None:
     d.bring(ID, state)
     received = d.receiver.counters["received"]
     d.chunk(ID, 0)
-    assert d.receiver.counters["received"] - received == (state == "receiving")
+    assert d.receiver.counters["received"] - received == (state in ("receiving", "cut"))
     assert d.state(ID) == state
     assert d.slots_are_back
 
@@ -268,15 +311,16 @@ def test_prefill_connection_lost(d: DecodeStage, state: str) -> None:
     """What needs prefill is computed here, from what has come; what is complete needs no one. Its slots are free
     again, and the same instance may come back for them."""
     d.bring(ID, state)
-    if state == "receiving":
+    if state in ("receiving", "cut"):
         d.chunk(ID, 0)
     d.lose(d.prefill)
     steps = d.engine.num_steps
     finish(d)
-    assert d.worker.counters["recomputed"] == (state in ("expected", "receiving"))
-    if state in ("expected", "receiving"):
+    assert d.worker.counters["recomputed"] == (state in ("expected", "receiving", "cut"))
+    if state in ("expected", "receiving", "cut"):
         assert outputs(d) == list(range(PARAMS.max_tokens))
-        assert d.engine.num_steps - steps == {"expected": 3, "receiving": 2}[state] + PARAMS.max_tokens - 1
+        num_read = {"expected": 3, "receiving": 2, "cut": 2 - d.NUM_AHEAD}[state]
+        assert d.engine.num_steps - steps == num_read + PARAMS.max_tokens - 1
     d.receiver.endpoint_gone(d.prefill.peer.instance)
     d.prefill.heard.clear()
     d.join(d.prefill)
@@ -329,3 +373,62 @@ def test_a_grant_is_asked_by_nobody_else(d: DecodeStage) -> None:
     d.bring(ID, "receiving")
     d.tell(d.router, GrantRequest(ID, len(PROMPT)))
     assert not d.router.take(Grant)
+
+
+def test_a_cut(d: DecodeStage) -> None:
+    """1. Granted, for the prompt; but prefill has run ahead: decode hears of 14 outputs. 2. It grants anew, for the KV
+    of 13 of them too: a block more. 3. All of it is here: it goes on from the 14th, and repeats those before it, which
+    the router may not have."""
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    d.tell(d.router, Decode(ID, PROMPT, params, prefill="prefill-0"))
+    d.ask(ID)
+    assert [grant.generation for grant in d.prefill.take(Grant)] == [1]
+    d.outputs(ID, 0, 14)
+    assert [grant.generation for grant in d.prefill.take(Grant)] == [2]
+    assert d.num_held == 4
+    d.chunk(ID, 0, generation=1)
+    assert d.receiver.counters["received"] == 0
+    for block in (3, 1, 0, 2):
+        d.chunk(ID, block)
+    assert [done.reason for done in d.prefill.take(Done)] == ["received"]
+    steps = d.engine.num_steps
+    finish(d)
+    assert d.engine.num_steps - steps == 6
+    assert outputs(d) == list(range(20))
+    assert d.num_held == 0
+
+
+def test_no_room_for_the_outputs(d: DecodeStage) -> None:
+    """1. There are blocks for the prompt, none for what came after it: the grant is taken back, nothing is held. 2.
+    There is room: granted for all of it. 3. Prefill has gone on meanwhile, tells the rest, and is granted once more."""
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    d.tell(d.router, Prefill(seq(2), [5] * 16 * 59, params))  # 59 of 63 blocks, and room to grow by three
+    d.step()
+    d.engine.scheduler.limits.kv_high = 1.0
+    for _ in range(16):
+        d.engine.scheduler._gate.lengths.add(1)  # it believes in short outputs
+    d.tell(d.router, Decode(ID, PROMPT, params, prefill="prefill-0"))
+    d.ask(ID)
+    assert len(d.prefill.take(Grant)) == 1
+    d.outputs(ID, 0, 30)
+    assert not d.prefill.take(Grant)
+    assert d.state(ID) == "expected"
+    d.tell(d.router, Abort(seq(2)))
+    d.step()
+    assert [grant.generation for grant in d.prefill.take(Grant)] == [2]
+    assert d.num_held == 5
+    d.outputs(ID, 30, 34)
+    assert [grant.generation for grant in d.prefill.take(Grant)] == [3]
+    for block in range(5):
+        d.chunk(ID, block)
+    finish(d)
+    assert sorted(outputs(d)) == list(range(40))
+
+
+def test_outputs_that_do_not_follow(d: DecodeStage) -> None:
+    """Repeated, or with a gap before them: they mean nothing."""
+    d.bring(ID, "cut")
+    d.outputs(ID, 0, 2)
+    d.outputs(ID, 5, 6)
+    assert not d.prefill.take(Grant)
+    assert len(d.worker.ledger.get(ID).outputs) == d.NUM_AHEAD  # type: ignore[union-attr]

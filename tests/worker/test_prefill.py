@@ -1,5 +1,8 @@
 """What a prefill worker does with each message in each state: the cells of its table in docs/protocol.md."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from server.messages import (
@@ -20,11 +23,12 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
+from server.sequence import Batch, SamplingParams
 from tests.transfer.world import seq
-from tests.worker.stage import LEASE_S, PARAMS, PROMPT, TOKEN, PrefillStage
+from tests.worker.stage import AHEAD_S, LEASE_S, PARAMS, PROMPT, TOKEN, Peer, PrefillStage
 
 ID = seq(1)
-KNOWN = ("waiting", "granted", "running", "pushing")
+KNOWN = ("waiting", "granted", "running", "pushing", "ahead", "cut")
 each_state = pytest.mark.parametrize("state", PrefillStage.STATES)
 
 
@@ -68,7 +72,7 @@ def test_prefill_for_another_decode_worker(p: PrefillStage, state: str) -> None:
     p.bring(ID, state)
     steps = p.engine.num_steps
     p.prefill(ID, "decode-1")
-    if state == "finished":
+    if state in ("finished", "ahead"):  # ahead: decode does not know what the client has, and hears it from the router
         assert [done.reason for done in p.router.take(Done)] == ["error"]
         return
     assert p.other.take(GrantRequest) == [GrantRequest(ID, len(PROMPT))]
@@ -76,9 +80,12 @@ def test_prefill_for_another_decode_worker(p: PrefillStage, state: str) -> None:
     p.grant(ID, p.other, generation=1, resident=1)
     for _ in range(4):
         p.step()
+    num_outputs = p.NUM_AHEAD if state == "cut" else 1
+    assert [item.token for item in p.other.take(Tokens)[0].items] == [TOKEN] * num_outputs
+    if state == "cut":
+        p.grant(ID, p.other, generation=2, resident=1)
     assert p.posted("decode-1-instance") == [1, 2]
-    assert [item.token for item in p.other.take(Tokens)[0].items] == [TOKEN]
-    assert p.engine.num_steps - steps == {"running": 2, "pushing": 0}.get(state, 3)
+    assert p.engine.num_steps - steps == {"running": 2, "pushing": 0, "cut": 0}.get(state, 3)
     assert [done.reason for done in p.router.take(Done)] == ["handed_over"]
     p.tell(p.other, Done(ID, "received"))
     p.all_sent()
@@ -88,10 +95,16 @@ def test_prefill_for_another_decode_worker(p: PrefillStage, state: str) -> None:
 
 @each_state
 def test_grant(p: PrefillStage, state: str) -> None:
+    """The one that was asked for counts, and said again it changes nothing. Ahead: it stops, and tells its outputs; the
+    next grant is for them."""
     p.bring(ID, state)
-    p.grant(ID)
-    assert len(p.decode.take(Abort)) == (state not in KNOWN)
-    assert p.state(ID) == ("granted" if state == "waiting" else state)
+    for generation in (1, 1, 2):
+        p.grant(ID, generation=generation)
+        if state == "ahead":
+            assert p.state(ID) == ("cut" if generation == 1 else "pushing")
+    assert len(p.decode.take(Abort)) == 3 * (state not in KNOWN)
+    assert [len(told.items) for told in p.decode.take(Tokens)] == ([p.NUM_AHEAD] if state == "ahead" else [])
+    assert p.state(ID) == {"waiting": "granted", "ahead": "pushing", "cut": "pushing"}.get(state, state)
 
 
 @each_state
@@ -172,10 +185,10 @@ def test_renew_is_an_answer(p: PrefillStage, state: str) -> None:
     """1. Every third of the lease the grant is renewed. 2. While decode answers, it goes on. 3. A lease after the last
     answer the sequence ends here, and the router hears of it: decode is to go on alone, and is not aborted."""
     p.bring(ID, state)
-    if state not in KNOWN or state == "waiting":
+    if state not in KNOWN or state in ("waiting", "ahead", "cut"):
         p.tell(p.decode, Renew((ID,)))
         p.wait(3 * LEASE_S)
-        assert p.state(ID) == state
+        assert p.state(ID) == ("ahead" if state == "cut" else state)
         assert not p.decode.take(Renew)
         return
     for _ in range(6):
@@ -196,22 +209,22 @@ def test_renew_is_an_answer(p: PrefillStage, state: str) -> None:
 
 @each_state
 def test_decode_connection_lost(p: PrefillStage, state: str) -> None:
-    """1. Decode is lost: what is computed stays, and computing goes on. 2. Nobody takes it over: after the hold it
-    ends."""
+    """1. Decode is lost: what is computed stays, and computing goes on. Ahead: the router is told at once. 2. Nobody
+    takes it over: after the hold it ends."""
     p.bring(ID, state)
     p.lose(p.decode)
-    assert not p.router.take(Done)
+    assert [done.reason for done in p.router.take(Done)] == (["error"] if state == "ahead" else [])
     p.step()
     p.step()
-    assert p.num_held == (3 if state in ("running", "pushing") else 0)
+    assert p.num_held == (3 if state in ("running", "pushing", "cut") else 0)
     p.wait(LEASE_S + 0.1)
     p.all_sent()
     assert p.num_held == 0
-    assert [done.reason for done in p.router.take(Done)] == (["error"] if state in KNOWN else [])
+    assert [done.reason for done in p.router.take(Done)] == (["error"] if state in KNOWN and state != "ahead" else [])
     assert p.state(ID) == ("unknown" if state == "unknown" else "finished")
 
 
-@pytest.mark.parametrize("state", KNOWN)
+@pytest.mark.parametrize("state", KNOWN[:4])
 def test_lost_decode_worker_is_replaced(p: PrefillStage, state: str) -> None:
     """As above, but the router names another one in time: nothing is read twice, and the first one's posts are waited
     for before blocks are free."""
@@ -291,7 +304,7 @@ def test_failed_engine_leaves_decode_to_go_on(p: PrefillStage, monkeypatch: pyte
     def fail(batch: object) -> list[object]:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(p.engine.runner, "execute", fail)
+    monkeypatch.setattr(p.engine.runner, "launch", fail)
     p.step()
     assert [done.reason for done in p.router.take(Done)] == ["error"]
     assert not p.decode.take(Abort)
@@ -311,3 +324,151 @@ def test_whole_sequence_here(p: PrefillStage, state: str) -> None:
     assert sum(len(tokens.items) for tokens in p.router.take(Tokens)) == PARAMS.max_tokens
     assert [done.reason for done in p.router.take(Done)] == ["length"]
     assert p.posted() == []
+
+
+def told(peer: Peer) -> list[int]:
+    """Indices of the outputs that it heard of."""
+    return [item.index for tokens in peer.take(Tokens) for item in tokens.items]
+
+
+def test_nobody_waits_for_a_full_decode_pool(p: PrefillStage) -> None:
+    """1. No grant comes: after a while the prompt is read, and more tokens follow. 2. The grant: no step more, decode
+    hears of all outputs. 3. It grants anew, for these too: their KV is pushed, all but the last one's, and the router
+    hears at which output decode goes on."""
+    p.prefill(ID)
+    p.be_hybrid()
+    p.wait(AHEAD_S - 0.01)
+    p.step()
+    assert p.num_held == 0
+    p.wait(0.01)
+    for _ in range(20):
+        p.step()
+        if p.worker.ledger.get(ID).seq.num_tokens == len(PROMPT) + 6:  # type: ignore[union-attr]
+            break
+    assert told(p.router) == list(range(6))
+    assert not p.posted()
+    p.grant(ID)
+    p.step()
+    assert (told(p.decode), p.posted(), told(p.router)) == ([0, 1, 2, 3, 4, 5], [], [])
+    assert not p.router.take(Done)
+    p.grant(ID, generation=2, resident=1)
+    assert p.posted() == [1, 2]
+    assert p.sender._pushes[ID].table == p.worker.ledger.get(ID).seq.block_table[:3]  # type: ignore[union-attr]
+    (done,) = p.router.take(Done)
+    assert (done.reason, done.stages["cut"]) == ("handed_over", 6)
+    p.tell(p.decode, Done(ID, "received"))
+    p.all_sent()
+    assert p.state(ID) == "finished"
+    assert (p.worker.counters["ran_ahead"], p.worker.counters["cuts"]) == (1, 1)
+
+
+def test_nobody_runs_ahead_where_every_prompt_crosses(p: PrefillStage) -> None:
+    p.prefill(ID)
+    p.wait(60.0)
+    p.step()
+    assert p.state(ID) == "waiting"
+
+
+def test_nobody_runs_ahead_of_those_who_are_granted(p: PrefillStage) -> None:
+    """A prompt that has its grant waits or is read: it has the worker for itself."""
+    p.be_hybrid()
+    p.prefill(ID)
+    p.prefill(seq(2))
+    p.grant(seq(2))
+    p.wait(1.0)
+    assert (p.state(ID), p.state(seq(2))) == ("waiting", "granted")
+    p.step()
+    p.wait(1.0)
+    assert (p.state(ID), p.state(seq(2))) == ("waiting", "running")
+    p.step()
+    p.step()
+    p.wait(1.0)
+    assert (p.state(ID), p.state(seq(2))) == ("ahead", "pushing")
+
+
+def test_a_grant_while_it_reads_ahead(p: PrefillStage) -> None:
+    """There is no output yet: from here on all is as if the grant had come in time."""
+    p.prefill(ID)
+    p.be_hybrid()
+    p.wait(AHEAD_S)
+    p.step()
+    p.grant(ID)
+    assert p.posted() == [0]
+    p.step()
+    p.step()
+    assert p.posted() == [0, 1, 2]
+    assert told(p.decode) == [0]
+    (done,) = p.router.take(Done)
+    assert done.reason == "handed_over"
+    assert "cut" not in done.stages
+
+
+def test_a_grant_within_a_step(p: PrefillStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's token still counts: it is the last one from here."""
+    p.bring(ID, "ahead")
+    launch = p.engine.runner.launch
+
+    def granted_meanwhile(batch: Batch) -> Callable[[], Any]:
+        p.grant(ID)
+        return launch(batch)
+
+    monkeypatch.setattr(p.engine.runner, "launch", granted_meanwhile)
+    p.step()
+    assert p.state(ID) == "cut"
+    assert told(p.decode) == list(range(p.NUM_AHEAD + 1))
+
+
+def test_not_now(p: PrefillStage) -> None:
+    """1. There were no blocks for all outputs: after a while it goes on here. 2. The next grant finds it further on:
+    decode is told what is new, and grants once more. 3. That one is for all of it."""
+    p.bring(ID, "cut")
+    p.be_hybrid()
+    p.wait(AHEAD_S)
+    p.step()
+    assert p.state(ID) == "ahead"
+    p.grant(ID, generation=2)
+    assert told(p.decode) == [p.NUM_AHEAD]
+    assert p.state(ID) == "cut"
+    p.grant(ID, generation=3)
+    assert p.state(ID) == "pushing"
+    assert p.posted() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("state", ["ahead", "cut"])
+def test_it_may_end_before_decode_has_room(p: PrefillStage, state: str) -> None:
+    """The router has its end from here, and decode forgets it."""
+    p.bring(ID, state)
+    p.be_hybrid()
+    p.wait(AHEAD_S)
+    for _ in range(PARAMS.max_tokens):
+        p.step()
+    (done,) = p.router.take(Done)
+    assert done.reason == "length"
+    assert told(p.router) == list(range(p.NUM_AHEAD, PARAMS.max_tokens))
+    assert len(p.decode.take(Abort)) == 1
+    assert p.state(ID) == "finished"
+    assert p.num_held == 0
+
+
+def test_what_runs_ahead_leaves_room(p: PrefillStage) -> None:
+    """Of 63 blocks each takes 7 and grows by 7: two have room in one half, the other is for those with grants."""
+    p.be_hybrid()
+    params = SamplingParams(max_tokens=112, temperature=0.0)
+    ids = [seq(i) for i in range(1, 8)]
+    for i, id in enumerate(ids):
+        p.tell(p.router, Prefill(id, [i + 3] * 112, params, decode="decode-0"))
+    for _ in range(8):
+        p.wait(AHEAD_S)
+        p.step()
+    assert [p.state(id) for id in ids] == ["ahead"] * 2 + ["waiting"] * 5
+
+
+def test_rest_of_a_sequence_here(p: PrefillStage) -> None:
+    """Begun elsewhere: what the client knows is taken as it is. All of it known: only its end is told."""
+    p.tell(p.router, Prefill(ID, PROMPT, PARAMS, output=[7, 9, 11]))
+    p.tell(p.router, Prefill(seq(2), PROMPT, PARAMS, output=[7] * PARAMS.max_tokens))
+    for _ in range(12):
+        p.step()
+    assert told(p.router) == list(range(3, PARAMS.max_tokens))
+    assert [(done.id, done.reason) for done in p.router.take(Done)] == [(seq(2), "length"), (ID, "length")]
+    assert p.num_held == 0
