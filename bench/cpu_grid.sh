@@ -12,7 +12,8 @@
 #   long      256 and 384 tokens out, where decode is what counts: colocated and hybrid
 #
 # A CPU that does not multiply bfloat16 (no AVX512_BF16: float32, three to four times slower) gets prompts of 128, 256 and
-# 512 at 1, 2, 4 and 8, and a mix with 512. Either way about 25 minutes, then 12, then 5 to 9.
+# 512 at 1, 2, 4 and 8, and a mix with 512. Estimates, none measured whole: 25, 12 and 5 minutes; in float32 40, 20 and 10,
+# so ROUNDS=2 or OUTPUT=32 there if time is short.
 #
 # Each part leaves PART.json, PART.html and PART.txt; the share of the requests on each path stands in "paths" of a cell.
 # The JSON is written anew after each round of each mode, so that a run which is cut short still counts: SIGTERM or
@@ -73,7 +74,7 @@ for part in "${parts[@]}"; do
   case $part in
     grid)
       measure grid "${ROUNDS:-3}" --calibrate --mode colocated "${pd[@]}" "${hybrid[@]}" --limit "${LIMIT:-6s}" \
-        --requests "$requests" "${loads[@]}"
+        --requests "$requests" --output "${OUTPUT:-64}" "${loads[@]}"
       "${pdctl[@]}" plan --check "$out/grid.json" | tee "$out/check.txt"
       "${pdctl[@]}" plan --check "$out/grid.json" --json > "$out/check.json"
       ;;
