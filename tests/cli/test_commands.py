@@ -121,7 +121,7 @@ def test_each_error_has_its_code(kind: type[PdctlError], code: Exit) -> None:
         (["up"], Exit.USAGE, "Missing argument"),
         (["up", "demo", "--no-wait"], Exit.USAGE, "--no-wait needs -d"),
         (["up", "demo", "--progress", "loud"], Exit.USAGE, "--progress loud"),
-        (["up", "demo", "-d", "--timeout", "soon"], Exit.USAGE, "'soon' is not a duration"),
+        (["up", "demo", "-d", "--timeout", "soon"], Exit.USAGE, "--timeout soon: not a duration"),
         (["up", "demo", "--set", "router"], Exit.USAGE, "expected section.key=value"),
         (["set", "decode.kv_high=nan"], Exit.USAGE, "decode.kv_high=nan: expected a finite number"),
         (["set", "slo.ttft_p95=-inf"], Exit.USAGE, "slo.ttft_p95=-inf: expected a finite number"),
