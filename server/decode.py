@@ -317,6 +317,7 @@ class DecodeWorker(Worker[DecodeEntry]):
                 verified = self.receiver.revoke(entry.id)
             if not known and seq.params.num_prompt_logprobs >= 0:
                 verified = 0  # what prefill has read of the prompt's logprobs is lost with it
+            self._repeat_outputs(entry)  # before its end, which they may be
             is_as_granted = seq.output == known[:-1]
             with self.engine.lock:
                 token = Token(known[-1]) if known and is_as_granted else None
@@ -327,13 +328,13 @@ class DecodeWorker(Worker[DecodeEntry]):
             if not is_as_granted:
                 self._begin_again(entry, known)
         elif state is SeqState.EXPECTED:
+            self._repeat_outputs(entry)
             self._begin_again(entry, known)
         elif seq.output[: len(known)] != known:  # begun here before the router told what the client knows
             self._begin_again(entry, known)
             return
         else:
             return
-        self._repeat_outputs(entry)
         entry.lease = 0.0
         entry.source = None
         entry.stages["recomputed"] = 1.0

@@ -328,14 +328,15 @@ class PrefillWorker(Worker[PrefillEntry]):
                     self._push(entry, step)
 
     def scheduled(self, batch: Batch) -> None:
-        """A cached prefix is complete before its sequence's first step is: it crosses while that one computes."""
+        """A cached prefix is complete before its sequence's first step is: it crosses while that one computes. What a
+        step under way writes is not."""
         for piece in batch.slices:
             seq, entry = piece.seq, self.ledger.get(piece.seq.id)
             if entry is None or entry.link is None or entry.is_opened or entry.is_dropped or not entry.is_granted:
                 continue
             if seq.output:  # it ran ahead, gave way and reads all of it again: this grant is for less
                 continue
-            num_cached = piece.start // self.engine.pool.spec.block_size
+            num_cached = seq.num_computed // self.engine.pool.spec.block_size
             if num_cached > seq.num_resident_blocks:
                 self._open(entry, entry.link)
                 self.transfer.call(self.sender.push, seq.id, num_cached)

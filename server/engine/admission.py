@@ -43,9 +43,10 @@ class Admission:
         return self.returning() + [seq for seq in self._roster.waiting if seq.generation or not seq.needs_grant]
 
     def is_idle(self, seq: Sequence) -> bool:
-        """Its client does not read: it is not computed until it does."""
+        """Its client does not read: it is not computed until it does. One that was granted since ends with its next
+        token, and decode is told; its blocks are a step's or a transfer's, and nobody's to take."""
         paused = self._roster.paused
-        return bool(paused) and seq.id in paused and self._limits.idle_swap_s > 0
+        return bool(paused) and seq.id in paused and not seq.needs_grant and self._limits.idle_swap_s > 0
 
     def returning(self) -> list[Sequence]:
         """SWAPPED, with tokens that the client has seen and waits to go on."""

@@ -115,6 +115,12 @@ class Engine:
         self._current = (self._landed, self._ahead.batch.num_tokens) if self._ahead else None
         return result
 
+    def settle(self) -> None:
+        """Waits for the step that was launched ahead: behind it nothing writes to the pool."""
+        flight, self._ahead = self._ahead, None
+        if flight is not None:
+            self._land(flight)
+
     def _launch(self) -> _Flight | None:
         with self.lock:
             if not self.scheduler.may_schedule:

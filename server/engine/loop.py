@@ -31,7 +31,7 @@ class EngineThread:
         self._work.set()
 
     def stop(self) -> None:
-        """Lets the running step end."""
+        """Lets the running step end, and the one launched behind it."""
         self._stopping.set()
         self._work.set()
         self._thread.join(timeout=JOIN_S)
@@ -57,3 +57,4 @@ class EngineThread:
                 continue
             if result is None:
                 self._work.wait(IDLE_S)
+        self._engine.settle()  # the next role of this process has the same pool

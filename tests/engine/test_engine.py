@@ -9,6 +9,7 @@ import pytest
 from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine, StepTimes
 from server.engine.kv_cache import KVCachePool
+from server.engine.loop import EngineThread
 from server.engine.scheduler import Limits, Scheduler
 from server.sequence import Batch, SeqState, Sequence, Stuck, Token
 from tests.engine.models import make_sequence
@@ -270,6 +271,15 @@ def test_blocks_of_an_aborted_prompt_stay_until_no_step_has_them(ahead: Engine, 
     assert scheduler.counters().blocks_used == 0
     assert ahead.step() is None
     scheduler.check_integrity()
+
+
+def test_a_thread_that_stops_leaves_no_step_behind(ahead: Engine, device: Device) -> None:
+    """The pool goes to the next role: what was launched is waited for, and nothing is launched any more."""
+    granted(ahead, 0, 160)
+    thread = EngineThread(ahead, lambda result: thread._stopping.set())
+    thread.start()
+    thread._thread.join(timeout=10)
+    assert device.said == [("launched", [(0, 32)])] * 2 + [("landed", [(0, 32)])] * 2
 
 
 def test_a_step_that_cannot_be_launched_takes_none_with_it(ahead: Engine, device: Device) -> None:

@@ -314,6 +314,30 @@ def test_a_grant_within_a_step_leaves_it_that_step() -> None:
     assert (seq.state, len(seq.output)) == (SeqState.PUSHING, 4)
 
 
+def test_a_grant_for_one_that_nobody_reads_takes_nothing_from_a_step_under_way() -> None:
+    """1. Of two that decode, one sits a step out. 2. The other has that step, when its client falls silent and its
+    grant comes: the next step may be launched. 3. It needs a block, and there is none: whose are written are not it."""
+    story = Story(num_blocks=7, max_running=4, ahead_share=1.0, idle_swap_s=5.0)
+    seq, other = story.seq(3, needs_grant=True), story.seq(4)
+    story.add(seq, other)
+    assert story.scheduler.run_ahead(seq.id)
+    while other.num_tokens < 13:
+        story.step()
+    assert not story.pool.num_free and len(other.block_table) * 4 == other.num_computed
+    story.scheduler.pause(other.id)
+    batch = story.schedule()
+    assert [piece.seq for piece in batch.slices] == [seq]
+    story.scheduler.resume(other.id)
+    story.scheduler.pause(seq.id)
+    assert story.scheduler.granted(seq.id, 1, 0)
+    story.add(story.seq(20))
+    table = list(seq.block_table)
+    assert story.scheduler.may_schedule and not story.schedule().slices
+    assert seq.block_table == table and seq.state is SeqState.RUNNING
+    story.update(batch)
+    assert seq.state is SeqState.PUSHING
+
+
 def test_a_grant_for_one_that_gave_way_is_used_when_it_returns() -> None:
     story = Story(num_blocks=9, prefix_cache=False, ahead_share=1.0)
     for _ in range(20):

@@ -398,6 +398,17 @@ def test_a_cut(d: DecodeStage) -> None:
     assert d.num_held == 0
 
 
+def test_outputs_are_repeated_before_the_end_is_told(d: DecodeStage) -> None:
+    """The outputs that prefill told end it by decode's own limits, and prefill is lost: the router, which lets go of a
+    sequence with its Done, gets them before."""
+    d.engine.scheduler.limits.max_len = len(PROMPT) + 3
+    d.bring(ID, "receiving")
+    d.outputs(ID, 0, 3)
+    d.lose(d.prefill)
+    assert [type(message) for message in d.router.heard if isinstance(message, Tokens | Done)] == [Tokens, Done]
+    assert outputs(d) == [0, 1, 2]
+
+
 def test_no_room_for_the_outputs(d: DecodeStage) -> None:
     """1. There are blocks for the prompt, none for what came after it: the grant is taken back, nothing is held. 2.
     There is room: granted for all of it. 3. Prefill has gone on meanwhile, tells the rest, and is granted once more."""

@@ -472,3 +472,17 @@ def test_rest_of_a_sequence_here(p: PrefillStage) -> None:
     assert told(p.router) == list(range(3, PARAMS.max_tokens))
     assert [(done.id, done.reason) for done in p.router.take(Done)] == [(seq(2), "length"), (ID, "length")]
     assert p.num_held == 0
+
+
+def test_what_a_step_under_way_writes_is_not_pushed(p: PrefillStage) -> None:
+    """1. A device computes the first chunk, and the second is launched behind it: neither is there to be read. 2. The
+    first has ended: it crosses, and it alone."""
+    runner: Any = p.engine.runner
+    runner.is_async = True
+    p.bring(ID, "granted")
+    result = p.engine.step()
+    assert result is not None and p.worker.ledger.get(ID).seq.num_under_way == 16  # type: ignore[union-attr]
+    assert p.posted() == []
+    p.worker._stepped(result)
+    assert p.posted() == [0]
+    assert not p.worker.counters["prefetched_blocks"]
