@@ -164,6 +164,7 @@ def test_smollm2_in_float32(smollm2: SmolLM2) -> None:
     assert smollm2.outputs(load_runner(smollm2.folder, max_len=512)) == smollm2.answers
 
 
+@pytest.mark.usefixtures("multiplies_bfloat16")
 def test_smollm2_in_bfloat16(smollm2: SmolLM2) -> None:
     """Equal up to the first place where the float32 reference itself is nearly undecided."""
     outputs = smollm2.outputs(load_runner(smollm2.folder, dtype="bfloat16", max_len=512))

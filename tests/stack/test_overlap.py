@@ -14,7 +14,7 @@ PROMPT = 3000
 
 @pytest.mark.timeout(300)
 def test_transfer_overlaps_prefill(tmp_path: Path, smollm2_dir: Path) -> None:
-    with running(tmp_path, PD, model=smollm2_dir, dtype="bfloat16", kv_bytes="512MiB") as stack:
+    with running(tmp_path, PD, model=smollm2_dir, dtype="auto", kv_bytes="512MiB") as stack:
         url = stack.url
         records: list[dict[str, Any]] = []
         for seed in range(3):  # three: the median of each figure forgives one hiccup of the machine

@@ -94,6 +94,7 @@ def test_smollm2_float32_whole_list(tmp_path: Path, smollm2_dir: Path, whole_lis
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("multiplies_bfloat16")
 def test_smollm2_bfloat16_up_to_a_near_tie(tmp_path: Path, smollm2_dir: Path) -> None:
     """In bf16 a near tie may fall either way: equal up to the first position where float32's top two are close."""
     torch.set_num_threads(2)
