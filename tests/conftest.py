@@ -6,10 +6,8 @@ import string
 from pathlib import Path
 
 import pytest
-import torch
 
 from server import model_store
-from server.engine.loading import choose_dtype
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -22,6 +20,10 @@ VOCAB_SIZE = 512
 @pytest.fixture
 def multiplies_bfloat16() -> None:
     """For tests of a real model in bfloat16: a CPU without its instructions would take minutes for each answer."""
+    import torch
+
+    from server.engine.loading import choose_dtype
+
     if choose_dtype("auto", torch.device("cpu")) is not torch.bfloat16:
         pytest.skip("this CPU does not multiply bfloat16")
 
