@@ -160,14 +160,8 @@ class DecodeWorker(Worker[DecodeEntry]):
     def on_decode(self, channel: Channel, message: Decode) -> None:
         if self.ledger.knew(message.id):
             return
-        seq = Sequence(
-            message.id,
-            message.prompt,
-            message.params,
-            arrival=self.clock(),
-            salt=message.salt,
-            state=SeqState.EXPECTED,
-        )
+        seq = self.sequence_of(message)
+        seq.state = SeqState.EXPECTED
         entry = cast("DecodeEntry", self.new_entry(seq, channel))
         entry.prefill = message.prefill
         self.ledger.add(entry)

@@ -222,9 +222,8 @@ class PrefillWorker(Worker[PrefillEntry]):
         if self.ledger.knew(message.id):
             self._on_prefill_again(channel, message)
             return
-        seq = Sequence(
-            message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt, needs_grant=True
-        )
+        seq = self.sequence_of(message)
+        seq.needs_grant = True
         entry = cast("PrefillEntry", self.new_entry(seq, channel))
         self.ledger.add(entry)
         if self._has_link(entry, message.decode):

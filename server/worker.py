@@ -276,17 +276,15 @@ class Worker(Generic[E]):
         if message.num_resident and not self._is_resident(message):
             channel.send(NotResident(message.id))
             return
-        seq = Sequence(
-            message.id,
-            message.prompt,
-            message.params,
-            arrival=self.clock(),
-            salt=message.salt,
-            output=list(message.output),
-        )
+        seq = self.sequence_of(message)
+        seq.output = list(message.output)
         entry = cast("E", self.new_entry(seq, channel))
         self.ledger.add(entry)
         self.admit(entry)
+
+    def sequence_of(self, message: Prefill | Decode) -> Sequence:
+        """As the router tells it, from now on."""
+        return Sequence(message.id, message.prompt, message.params, arrival=self.clock(), salt=message.salt)
 
     def _is_resident(self, message: Prefill) -> bool:
         pool = self.engine.scheduler.pool
