@@ -56,6 +56,26 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a token can be drawn without knowing those before it, and without waiting for the device: not where
+        they restrain it, nor where logprobs are told or top_p looks for its edge."""
+        return not (self.is_restrained or self.num_logprobs >= 0 or self.num_prompt_logprobs >= 0 or self.top_p < 1.0)
+
+    @property
+    def is_restrained(self) -> bool:
+        """Whether the logits are changed before a token is taken."""
+        return bool(
+            self.grammar
+            or self.bad_words
+            or self.allowed_token_ids
+            or self.min_tokens
+            or self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+        )
+
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token. `top` holds (token id, logprob), most likely first. Of token 0, `prompt` holds the prompt's
@@ -86,7 +106,7 @@ class SeqState(Enum):
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """`num_computed` of the first `num_tokens` known tokens have their KV in the blocks of `block_table`; steps
-    under way write that of `num_under_way` more."""
+    under way write that of `num_under_way` more, and bring `num_coming` tokens that are not known yet."""
 
     id: SeqId
     prompt: list[int]
@@ -98,11 +118,16 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_under_way: int = 0
+    num_coming: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     block_table: list[int] = field(default_factory=list)
     generation: int = 0  # of the grant it holds or gave; 0 = none
     num_resident_blocks: int = 0  # leading blocks the decode side already has
     finish_reason: str = ""  # "stop" | "length" once ended by the model
+    is_free: bool = field(init=False)  # of `params`, which stays what it is
+
+    def __post_init__(self) -> None:
+        self.is_free = self.params.is_free
 
     @property
     def num_tokens(self) -> int:
@@ -114,8 +139,10 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens that no step was given yet; 1 for a sequence that decodes."""
-        return self.num_tokens - self.num_scheduled
+        """Tokens that no step was given yet, known or coming; 1 for a sequence that decodes. What comes for a prefill
+        half is read elsewhere."""
+        num_coming = 0 if self.needs_grant else self.num_coming
+        return self.num_tokens + num_coming - self.num_scheduled
 
     @property
     def num_to_hand_over(self) -> int:
@@ -140,8 +167,13 @@ class Slice:
 
     @property
     def samples(self) -> bool:
-        """Whether this step reaches the last known token, so that its logits give the next one."""
-        return self.start + self.num_tokens == self.seq.num_tokens
+        """Whether this step reaches the last token, known or coming, so that its logits give the next one."""
+        return self.start + self.num_tokens >= self.seq.num_tokens
+
+    @property
+    def output_index(self) -> int:
+        """Which output those logits give."""
+        return self.start + self.num_tokens - len(self.seq.prompt)
 
 
 @dataclass(slots=True)

@@ -55,7 +55,8 @@ class Admission:
     def gone_idle(self) -> list[Sequence]:
         """RUNNING, and idle for longer than is allowed."""
         since, horizon = self._roster.paused, self._clock() - self._limits.idle_swap_s
-        return [seq for seq in self._roster.running if self.is_idle(seq) and since[seq.id] <= horizon]
+        running = (seq for seq in self._roster.running if not seq.num_under_way)
+        return [seq for seq in running if self.is_idle(seq) and since[seq.id] <= horizon]
 
     def admit(self, seq: Sequence) -> bool:
         """WAITING or SWAPPED -> RUNNING with blocks for all known tokens, cached ones first. False: not now."""

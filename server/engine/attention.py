@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from server.engine.kv_cache import KVSpec
 from server.errors import ModelError
-from server.sequence import Slice
+from server.sequence import Sequence, Slice
 
 IMPLEMENTATION = "pdctl_paged"
 
@@ -39,21 +39,43 @@ class BatchMeta:
     context_lens: list[int]
     block_tables: list[list[int]]
     num_decode: int  # leading rows of one token
+    drawn: torch.Tensor | None = None  # what the step under way draws; token id -1 - i is its i-th
 
     @classmethod
-    def build(cls, slices: Rows[Slice], block_size: int) -> "BatchMeta":
+    def build(cls, slices: Rows[Slice], block_size: int, drawn: "Coming | None" = None) -> "BatchMeta":
         """`slices` in the order of `row_order`."""
         meta = cls([], [], [], [0], [], [], sum(s.num_tokens == 1 for s in slices))
         for s in slices:
             end = s.start + s.num_tokens
             table = s.seq.block_table
-            meta.token_ids += s.seq.tokens(s.start, end)
+            if s.start < s.seq.num_tokens:
+                meta.token_ids += s.seq.tokens(s.start, end)
+            else:
+                assert drawn is not None, "a token that is coming is the last step's"
+                meta.token_ids.append(-1 - drawn.rows[s.seq])
+                meta.drawn = drawn.ids
             meta.positions += range(s.start, end)
             meta.slot_mapping += [table[p // block_size] * block_size + p % block_size for p in range(s.start, end)]
             meta.query_starts.append(meta.query_starts[-1] + s.num_tokens)
             meta.context_lens.append(end)
             meta.block_tables.append(table[: -(-end // block_size)])
         return meta
+
+
+@dataclass(slots=True)
+class Coming:
+    """The tokens that a step draws, before anybody knows them: `ids` on the device, and which is whose."""
+
+    ids: torch.Tensor
+    rows: dict[Sequence, int]
+
+
+def token_ids(meta: BatchMeta, device: torch.device) -> torch.Tensor:
+    """[tokens], those that are coming among them."""
+    ids = torch.tensor(meta.token_ids, device=device)
+    if meta.drawn is None:
+        return ids
+    return torch.where(ids < 0, meta.drawn[(-1 - ids).clamp(min=0)], ids)
 
 
 def row_order(slices: Rows[Slice]) -> list[int]:

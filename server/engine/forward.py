@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from server.engine.attention import AttentionBackend, BatchMeta
+from server.engine.attention import AttentionBackend, BatchMeta, token_ids
 from server.engine.attention_torch import TorchAttention
 from server.engine.fused import FusedModel, FusedWeights, TorchOps
 from server.engine.kv_cache import KVCachePool
@@ -37,7 +37,7 @@ class TransformersForward:
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         self._attention.plan(meta)
         inputs = {
-            "input_ids": torch.tensor([meta.token_ids], device=self._device),
+            "input_ids": token_ids(meta, self._device).unsqueeze(0),
             "position_ids": torch.tensor([meta.positions], device=self._device),
             "use_cache": False,
             "paged": self._attention,
@@ -62,7 +62,7 @@ class FusedForward:
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         self._attention.plan(meta)
         self._ops.begin(torch.tensor(meta.positions, device=self._device))
-        residual, attended = self._model.forward(torch.tensor(meta.token_ids, device=self._device))
+        residual, attended = self._model.forward(token_ids(meta, self._device))
         if not keep:
             return None
         if keep != list(range(len(meta.token_ids))):

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from server.engine import kernels
 from server.engine.attention import BatchMeta
 from server.engine.attention_flashinfer import FlashInferAttention, StepBuffer, StepInputs, block_list, padded
 from server.engine.cuda_ops import Attend, CudaOps
@@ -28,7 +29,7 @@ from server.engine.kv_cache import KVCachePool
 
 logger = logging.getLogger(__name__)
 
-_PIECE_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_PIECE_TOKENS = (16, 32, *range(64, 513, 64), 768, 1024)
 _WARM_UPS = 2
 
 
@@ -171,15 +172,17 @@ class CudaForward:
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self, meta: BatchMeta, size: int) -> torch.Tensor:
-        following = self._next
+        following, self._next = self._next, None
         if following is not None and following.is_met_by(meta):
             self._complete(following, meta)
         else:
             self._fixed.fill(meta, size, [], block_list(meta))
         self._fixed.send(size, sum(map(len, meta.block_tables)))
         self._attention.mark()
+        _take_drawn(self._fixed.inputs(size), meta)
         logits = self._decodes[size].replay()
-        self._foresee(meta, size)
+        if meta.drawn is None:  # else this step waits for another one, and what it is sent for it
+            self._foresee(meta, size)
         return logits[: len(meta.token_ids)]
 
     def _complete(self, following: NextDecode, meta: BatchMeta) -> None:
@@ -211,6 +214,7 @@ class CudaForward:
         buffer.fill(meta, size, keep, blocks)
         buffer.send(size, len(blocks))
         inputs = buffer.inputs(size)
+        _take_drawn(inputs, meta)
         self._attention.plan_rows(meta, inputs)
         self._attention.mark()
         if pieces is not None:
@@ -248,6 +252,7 @@ class CudaForward:
             with _blas("cublaslt"):
                 decode.capture(pool, stream)
             self._decodes[size] = decode
+        kernels.take_drawn(self._fixed.data, torch.zeros(1, dtype=torch.long, device=device), 1)  # compiles it
         torch.cuda.synchronize(device)
         logger.info(
             "CUDA graphs for decode of %s rows and up to %d tokens: %.1f s, %d MiB",
@@ -265,6 +270,11 @@ def _blas(library: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
+
+
+def _take_drawn(inputs: StepInputs, meta: BatchMeta) -> None:
+    if meta.drawn is not None:
+        kernels.take_drawn(inputs.token_ids, meta.drawn, meta.num_decode)
 
 
 def _bucket(graphs: dict[int, Any], size: int) -> int:

@@ -258,3 +258,18 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         BLOCK_ROWS=MAX_PART_ROWS, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_stages=4, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _take_drawn_kernel(ids_ptr, drawn_ptr, rows, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + at, mask=at < rows, other=0)
+    is_coming = ids < 0
+    drawn = tl.load(drawn_ptr + (-1 - ids), mask=is_coming, other=0)
+    tl.store(ids_ptr + at, drawn.to(tl.int32), mask=is_coming)
+
+
+def take_drawn(ids: torch.Tensor, drawn: torch.Tensor, rows: int) -> None:
+    """Of the first rows of int32 `ids`, each -1 - i becomes the i-th of int64 `drawn`."""
+    block = 128
+    _take_drawn_kernel[(triton.cdiv(rows, block),)](ids, drawn, rows, BLOCK=block, num_warps=1)

@@ -11,6 +11,7 @@ class Limits:
     max_running: int = 64  # sequences in RUNNING; lowered, it drains
     max_len: int = 1 << 30  # prompt + output of one sequence
     local_prefill_tokens: int | None = None  # decode role: prompt tokens of a step in which anything decodes
+    step_multiple: int = 1  # what steps of prompts beside sequences that decode are padded to
     age_limit_s: float = 5.0  # older than this is never overtaken
     ahead: int = 4  # grants asked for or held, and not yet admitted
     ahead_share: float = 0.5  # of places and blocks, for prefill halves that run ahead of their grants

@@ -10,6 +10,8 @@ It reads sequences and never changes them: that is the Scheduler's. One thread c
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ import psutil
 import torch
 
 from server.engine import loading
-from server.engine.attention import BatchMeta, row_order
+from server.engine.attention import BatchMeta, Coming, row_order
 from server.engine.forward import Forward, make_forward, require_cuda
 from server.engine.fused import FusedWeights
 from server.engine.kv_cache import HostBlocks, KVCachePool, KVSpec
@@ -44,6 +46,16 @@ _CPU_KV_BYTES = 2 * 2**30
 
 def _silent(stage: str, share: float) -> None:
     pass
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step that a device computes, or has."""
+
+    # Waits until the batch's KV is in the pool. One entry a slice, in the batch's order: the sampled token, or why
+    # there is none; None where the slice ends before the last known token.
+    collect: Callable[[], list[Token | Stuck | None]]
+    is_done: Callable[[], bool]
 
 
 class ModelRunner:
@@ -96,6 +108,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs()
         self.grammars = Grammars(self.folder, self.vocab_size)
         self._sampler = Sampler(self.grammars)
+        self._coming: Coming | None = None  # of the last launch
 
     # -- load ---------------------------------------------------------------------------------------------------------
 
@@ -221,45 +234,41 @@ class ModelRunner:
 
     def execute(self, batch: Batch) -> list[Token | Stuck | None]:
         """`launch`, waited for."""
-        return self.launch(batch)()
+        return self.launch(batch).collect()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
-        """What it returns gives, once the batch's KV is in the pool, one entry a slice, in the batch's order: the
-        sampled token, or why there is none; None where the slice ends before the last known token."""
+    def launch(self, batch: Batch) -> Launched:
+        """Gives the device the batch to compute. A slice may begin with the token that the launch before draws."""
         slices = batch.slices
         order = row_order(slices)
         ordered = [slices[i] for i in order]
         sampling = [row for row, s in enumerate(ordered) if s.samples]
-        meta = BatchMeta.build(ordered, self.spec.block_size)
+        meta = BatchMeta.build(ordered, self.spec.block_size, self._coming)
         reading = self._prompt_logprobs.rows(ordered, meta.query_starts)
         last = [meta.query_starts[row + 1] - 1 for row in sampling]
         logits = self._forward.logits(meta, last + [row.flat for row in reading])
         if logits is not None and reading:
             self._prompt_logprobs.add(reading, logits[len(last) :])
-        if logits is None or not last:
-            return self._nothing_sampled(len(slices))
-        sampled = self._sampler.begin(logits[: len(last)], [ordered[row].seq for row in sampling])
+        seqs = [ordered[row].seq for row in sampling]
+        self._coming = None
+        sampled: Callable[[], Rows[Token | Stuck]] = list
+        if logits is not None and last:
+            drawn = self._sampler.begin(logits[: len(last)], seqs, [ordered[row].output_index for row in sampling])
+            self._coming = Coming(drawn.ids, {seq: i for i, seq in enumerate(seqs)})
+            sampled = drawn.tokens
+        end = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if end is not None:
+            end.record()
 
         def collect() -> list[Token | Stuck | None]:
+            if end is not None:
+                end.synchronize()
             tokens: list[Token | Stuck | None] = [None] * len(slices)
             for row, token in zip(sampling, sampled(), strict=True):
                 tokens[order[row]] = self._with_prompt(ordered[row].seq, token)
             return tokens
 
-        return collect
-
-    def _nothing_sampled(self, num_slices: int) -> Callable[[], list[Token | Stuck | None]]:
-        event = torch.cuda.Event() if self.is_async else None  # type: ignore[no-untyped-call]
-        if event is not None:
-            event.record()
-
-        def collect() -> list[Token | Stuck | None]:
-            if event is not None:
-                event.synchronize()
-            return [None] * num_slices
-
-        return collect
+        return Launched(collect, end.query if end is not None else lambda: True)
 
     def _with_prompt(self, seq: Sequence, token: Token | Stuck) -> Token | Stuck:
         if seq.params.num_prompt_logprobs < 0 or seq.output or isinstance(token, Stuck):

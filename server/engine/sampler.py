@@ -13,6 +13,7 @@ process, or which worker draws it.
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import torch
 
@@ -40,20 +41,15 @@ def _mix(x: int) -> int:
 
 def is_plain_greedy(params: SamplingParams) -> bool:
     """Whether the token is simply the argmax of the raw logits, and nothing else is asked for."""
-    return params.is_greedy and params.num_logprobs < 0 and not _is_reshaped(params)
+    return params.is_greedy and params.num_logprobs < 0 and not params.is_restrained
 
 
-def _is_reshaped(params: SamplingParams) -> bool:
-    return bool(
-        params.grammar
-        or params.bad_words
-        or params.allowed_token_ids
-        or params.min_tokens
-        or params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
-    )
+@dataclass(slots=True)
+class Drawn:
+    """A step's tokens: `ids` [rows] where the logits are, for a step that goes on from them; `tokens` waits."""
+
+    ids: torch.Tensor
+    tokens: Callable[[], Rows[Token | Stuck]]
 
 
 class Sampler:
@@ -64,10 +60,11 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> Rows[Token | Stuck]:
         """[rows, vocab] logits of any float dtype, one row a sequence -> one Token each. `logits` is not changed."""
-        return self.begin(logits, seqs)()
+        return self.begin(logits, seqs, [len(s.output) for s in seqs]).tokens()
 
-    def begin(self, logits: torch.Tensor, seqs: Rows[Sequence]) -> Callable[[], Rows[Token | Stuck]]:
-        """`sample`, whose result waits for the device. Where all that is asked for is a draw, nothing does before."""
+    def begin(self, logits: torch.Tensor, seqs: Rows[Sequence], indices: Rows[int]) -> Drawn:
+        """`sample` of each sequence's output of that index. Where all are free (`SamplingParams.is_free`), the outputs
+        before it need not be known, and nothing waits for the device before `tokens` is called."""
         if all(is_plain_greedy(s.params) for s in seqs):
             return _read(logits.argmax(-1))
         raw = logits.float()
@@ -78,21 +75,21 @@ class Sampler:
         drawn = [i for i, s in enumerate(seqs) if not s.params.is_greedy]
         if drawn:
             rows = shaped if len(drawn) == len(seqs) else shaped[drawn]
-            chosen[drawn] = draw(rows, [seqs[i] for i in drawn])
+            chosen[drawn] = draw(rows, [seqs[i] for i in drawn], [indices[i] for i in drawn])
         if not any(s.params.grammar or s.params.num_logprobs >= 0 for s in seqs):
             return _read(chosen)
         tokens = with_logprobs(raw, chosen, [s.params.num_logprobs for s in seqs])
         found = [self._stuck(s) or t for s, t in zip(seqs, tokens, strict=True)]
-        return lambda: found
+        return Drawn(chosen, lambda: found)
 
     def _stuck(self, seq: Sequence) -> Stuck | None:
         why = self._grammars.failure(seq) if self._grammars is not None else ""
         return Stuck(f"the grammar cannot go on after {len(seq.output)} tokens: {why}") if why else None
 
 
-def _read(chosen: torch.Tensor) -> Callable[[], Rows[Token | Stuck]]:
+def _read(chosen: torch.Tensor) -> Drawn:
     ids = arriving(chosen)
-    return lambda: [Token(i) for i in ids().tolist()]
+    return Drawn(chosen, lambda: [Token(i) for i in ids().tolist()])
 
 
 # -- reshaping: constraints, bias, penalties --------------------------------------------------------------------------
@@ -100,7 +97,7 @@ def _read(chosen: torch.Tensor) -> Callable[[], Rows[Token | Stuck]]:
 
 def reshape(raw: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
     """Everything that applies to greedy rows too. Returns `raw` itself where no row asks for anything."""
-    if not any(_is_reshaped(s.params) for s in seqs):
+    if not any(s.params.is_restrained for s in seqs):
         return raw
     logits = raw.clone()
     vocab = logits.shape[1]
@@ -215,14 +212,14 @@ def bind(shaped: torch.Tensor, raw: torch.Tensor, seqs: Rows[Sequence], grammars
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def draw(logits: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
-    """One token a row, all with temperature above 0."""
+def draw(logits: torch.Tensor, seqs: Rows[Sequence], indices: Rows[int]) -> torch.Tensor:
+    """One token a row, output `indices[row]` of its sequence, all with temperature above 0."""
     # So cold that it is greedy; colder would overflow.
     scaled = logits / _column((max(s.params.temperature, 1e-5) for s in seqs), logits)
     scaled = scaled.masked_fill(scaled < _edges(scaled, seqs), _NEVER)
     # float64: a float32 running sum over 150,000 tokens would move the edges between tokens by more than their width.
     cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
-    numbers = [uniform(s.params.seed, len(s.output)) for s in seqs]
+    numbers = [uniform(s.params.seed, index) for s, index in zip(seqs, indices, strict=True)]
     target = on_device(numbers, torch.float64, logits.device).unsqueeze(1) * cumulative[:, -1:]
     # right=True: the first token whose sum is above the target, so never one of probability 0. A product that rounds up
     # to the total itself would run off the end; it then means the last token that has a probability.

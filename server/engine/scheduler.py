@@ -260,19 +260,30 @@ class Scheduler:
 
     @property
     def may_schedule(self) -> bool:
-        """Whether the next step can be decided now: none is under way; or one that brings nothing which the next might
-        need, because it reads prompts whose tokens go elsewhere, and there is enough to fill the next: nobody who comes
-        meanwhile would have had a place in it."""
+        """Whether the next step can be decided now: none is under way; or one is, and nothing of what it brings decides
+        about the next. So nobody's token depends on which one came before it (its id is on the device in time), and
+        everybody who goes on finds a block without taking another's."""
         if not self._under_way:
             return True
-        if len(self._under_way) > 1 or not all(piece.seq.needs_grant for piece in self._under_way[0].slices):
+        if len(self._under_way) > 1:
+            return False
+        decoding = [seq for seq in (*self._roster.running, *self._roster.received) if not seq.needs_grant]
+        num_growing = sum(not self._tables.num_slots(seq) for seq in decoding)
+        coming = (*decoding, *self._admission.candidates())
+        return num_growing <= self._tables.pool.num_free and all(seq.is_free or seq.needs_grant for seq in coming)
+
+    @property
+    def is_next_full(self) -> bool:
+        """Whether nobody who comes meanwhile would have a place in the step after the one under way: it reads prompts,
+        and so will that one, to the last token that it may."""
+        if not all(piece.seq.needs_grant for batch in self._under_way for piece in batch.slices):
             return False
         waiting = sum(seq.num_pending for seq in [*self._roster.running, *self._admission.candidates()])
         return waiting >= self._prompt_room(0)
 
     def schedule(self) -> Batch:
         """Sequences that decode first, oldest first; then prompts, under way and new in one line."""
-        assert self.may_schedule, "update() first"
+        assert len(self._under_way) < 2, "update() first"
         for seq in self._admission.gone_idle():
             self._swap(seq)
         self._start_received()
@@ -284,6 +295,7 @@ class Scheduler:
         if slices:
             self._under_way.append(batch)
         for piece in slices:
+            piece.seq.num_coming += piece.samples
             piece.seq.num_under_way += piece.num_tokens
         return batch
 
@@ -297,8 +309,8 @@ class Scheduler:
         for seq in tuple(self._roster.running):
             if seq.state is not SeqState.RUNNING or self._admission.is_idle(seq):  # gave way to an older one; or paused
                 continue
-            if not seq.num_pending:  # its last chunk is under way
-                continue
+            if seq.num_pending <= 0 or (seq.num_coming and self._is_at_its_end(seq, seq.num_coming)):
+                continue  # its last chunk, or its last token, is under way
             if seq.num_pending > 1:
                 prompts.append(seq)
             elif len(slices) < self.limits.token_budget and self._has_slot(seq):
@@ -354,9 +366,14 @@ class Scheduler:
 
     def _prompt_room(self, num_decoding: int) -> int:
         room = min(self.limits.token_budget - num_decoding, self.limits.chunk_tokens)
-        if num_decoding and self.limits.local_prefill_tokens is not None:
-            return min(room, self.limits.local_prefill_tokens)
-        return room
+        local = self.limits.local_prefill_tokens
+        if not num_decoding or local is None:
+            return room
+        if local and (multiple := self.limits.step_multiple) > 1:
+            # The nearest size that is not padded, but never a step without a prompt token.
+            local = max((num_decoding + local + multiple // 2) // multiple, num_decoding // multiple + 1) * multiple
+            local -= num_decoding
+        return min(room, local)
 
     # What came of it
 
@@ -364,6 +381,7 @@ class Scheduler:
         """Takes the step's tokens, one a slice. Slices of sequences aborted meanwhile are passed over."""
         self._under_way = [each for each in self._under_way if each is not batch]
         for piece in batch.slices:
+            piece.seq.num_coming -= piece.samples
             piece.seq.num_under_way -= piece.num_tokens
         for seq in [seq for seq in self._to_free if not seq.num_under_way]:
             self._to_free.remove(seq)
@@ -399,12 +417,15 @@ class Scheduler:
             self._end(seq)
 
     def _end_reason(self, seq: Sequence) -> str:
-        params, num_output = seq.params, len(seq.output)
-        if num_output > params.min_tokens and seq.output[-1] in params.stop_token_ids:
+        params = seq.params
+        if len(seq.output) > params.min_tokens and seq.output[-1] in params.stop_token_ids:
             return "stop"
+        return "length" if self._is_at_its_end(seq) else ""
+
+    def _is_at_its_end(self, seq: Sequence, num_more: int = 0) -> bool:
         # A prefill half ends by the decode side's pool, which may be larger.
         max_len = self.limits.max_len if seq.needs_grant else min(self.limits.max_len, self._tables.capacity)
-        return "length" if num_output >= params.max_tokens or seq.num_tokens >= max_len else ""
+        return len(seq.output) + num_more >= seq.params.max_tokens or seq.num_tokens + num_more >= max_len
 
     def _end(self, seq: Sequence) -> None:
         """Out of the schedule for good."""
@@ -470,4 +491,5 @@ class Scheduler:
         self._tables.pool.check_integrity(seq.block_table for seq in seqs)
         for seq in seqs:
             assert seq.num_computed <= len(seq.block_table) * self._tables.pool.block_size
+            assert 0 <= seq.num_coming <= len(self._under_way), seq
             assert seq.num_computed < seq.num_tokens or seq.needs_grant or seq.state is SeqState.FINISHED

@@ -1,6 +1,7 @@
 """On a CUDA device: every way a step can run gives the logits of transformers' eager attention there, bfloat16."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Mixtr
 
 from server.device import on_host
 from server.engine.attention import BatchMeta, row_order
+from server.engine.block_pool import BlockPool
+from server.engine.engine import Engine
 from server.engine.host_pool import Copy
 from server.engine.kv_cache import HostBlocks, KVCachePool, KVSpec
 from server.engine.model_runner import ModelRunner
+from server.engine.scheduler import Limits, Scheduler
 from server.errors import StartError
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice
 
@@ -135,6 +139,31 @@ def test_sampled_tokens_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
         runner.execute(Batch([Slice(seq, 0, len(seq.prompt) - 1)]))
     together = runner.execute(Batch([Slice(seq, len(seq.prompt) - 1, 1) for seq in seqs]))
     assert all(token is not None and 0 <= token.id < 1000 for token in together)
+
+
+def test_a_step_goes_on_from_tokens_that_are_still_on_the_device(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Each step waited for before the next is launched. 2. Each launched before: the same tokens."""
+    outputs = []
+    for is_async in (False, True):
+        monkeypatch.setattr(ModelRunner, "is_async", is_async)
+        seqs = sequences(runner)[1:]
+        for i, seq in enumerate(seqs):
+            seq.block_table = []
+            seq.params = SamplingParams(24 + i, seed=i, temperature=0.8 * (i % 2))
+        engine = Engine(
+            Scheduler(Limits(), BlockPool(runner.pool.num_blocks, runner.spec.block_size), time.monotonic), runner
+        )
+        num_ahead = 0
+        for seq in seqs:
+            engine.scheduler.add(seq)
+        while (result := engine.step()) is not None:
+            assert result.error is None
+            num_ahead += any(seq.num_coming for seq in seqs)
+        assert (num_ahead > 20) == is_async
+        outputs.append([seq.output for seq in seqs])
+    assert outputs[0] == outputs[1]
 
 
 def test_float32_is_refused(runner: ModelRunner) -> None:

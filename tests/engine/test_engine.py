@@ -1,7 +1,6 @@
 """The step: schedule under the lock, compute without it, update under it; and a step that fails."""
 
 import threading
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -10,6 +9,7 @@ from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine, StepTimes
 from server.engine.kv_cache import KVCachePool
 from server.engine.loop import EngineThread
+from server.engine.model_runner import Launched
 from server.engine.scheduler import Limits, Scheduler
 from server.sequence import Batch, SeqState, Sequence, Stuck, Token
 from tests.engine.models import make_sequence
@@ -24,10 +24,10 @@ class FakeRunner:
     def __init__(self) -> None:
         self.during: Any = lambda batch: None
 
-    def launch(self, batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
+    def launch(self, batch: Batch) -> Launched:
         self.during(batch)
         samples = [s.samples for s in batch.slices]
-        return lambda: [Token(7) if each else None for each in samples]
+        return Launched(lambda: [Token(7) if each else None for each in samples], lambda: True)
 
 
 class FakeClock:
@@ -171,10 +171,11 @@ def test_a_sequence_that_is_stuck_ends_alone(engine: Engine, runner: FakeRunner)
         scheduler.add(seq)
     plain = runner.launch
 
-    def launch(batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
+    def launch(batch: Batch) -> Launched:
         stuck = [s.seq is seqs[0] and bool(s.seq.output) for s in batch.slices]
-        collect = plain(batch)
-        return lambda: [Stuck("no way") if is_stuck else t for is_stuck, t in zip(stuck, collect(), strict=True)]
+        tokens = plain(batch).collect()
+        found = [Stuck("no way") if is_stuck else t for is_stuck, t in zip(stuck, tokens, strict=True)]
+        return Launched(lambda: found, lambda: True)
 
     runner.launch = launch  # type: ignore[method-assign]
     stuck = []
@@ -198,17 +199,18 @@ class Device(FakeRunner):
     def __init__(self) -> None:
         super().__init__()
         self.said: list[tuple[str, list[tuple[int, int]]]] = []
+        self.is_done = True  # what is under way: the next one is due
 
-    def launch(self, batch: Batch) -> Callable[[], list[Token | Stuck | None]]:
+    def launch(self, batch: Batch) -> Launched:
         what = [(s.seq.id.seq, s.num_tokens) for s in batch.slices]
         self.said.append(("launched", what))
-        collect = super().launch(batch)
+        launched = super().launch(batch)
 
         def wait() -> list[Token | Stuck | None]:
             self.said.append(("landed", what))
-            return collect()
+            return launched.collect()
 
-        return wait
+        return Launched(wait, lambda: self.is_done)
 
 
 @pytest.fixture
@@ -231,8 +233,7 @@ def granted(engine: Engine, number: int, length: int) -> Sequence:
 
 
 def test_the_next_chunk_is_launched_before_the_last_one_is_waited_for(ahead: Engine, device: Device) -> None:
-    """1. Two prompts, of 80 and 40 tokens. 2. Each full step is launched while the one before it runs. 3. The last step
-    is not full: it is left open for whoever comes while the one before it runs."""
+    """Two prompts, of 80 and 40 tokens: each step is launched while the one before it runs."""
     scheduler = scheduler_of(ahead)
     first, second = granted(ahead, 0, 80), granted(ahead, 1, 40)
     results = []
@@ -245,8 +246,8 @@ def test_the_next_chunk_is_launched_before_the_last_one_is_waited_for(ahead: Eng
         ("landed", [(1, 32)]),
         ("launched", [(0, 32)]),
         ("landed", [(1, 8), (0, 24)]),
-        ("landed", [(0, 32)]),
         ("launched", [(0, 24)]),
+        ("landed", [(0, 32)]),
         ("landed", [(0, 24)]),
     ]
     ready = [[(step.seq.id.seq, step.ready) for step in result.steps] for result in results]
@@ -254,6 +255,83 @@ def test_the_next_chunk_is_launched_before_the_last_one_is_waited_for(ahead: Eng
     assert [first.output, second.output] == [[7], [7]]
     assert first.state is second.state is SeqState.PUSHING
     assert first.num_under_way == second.num_under_way == 0
+
+
+def test_a_step_that_is_not_full_is_left_open_until_the_last_moment(
+    ahead: Engine, device: Device, clock: FakeClock
+) -> None:
+    """1. A sequence decodes, 10 ms a step. 2. The next step is launched when 1.5 ms are left of this one: a prompt that
+    came before that is in it. 3. A step that is over earlier than it should be is followed at once."""
+    scheduler = scheduler_of(ahead)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(clock.now)
+        clock.now += seconds
+        if len(slept) == 10:
+            scheduler.add(make_sequence(1, [1] * 8, max_tokens=1))
+
+    ahead.times.observe(1, 0.010)
+    scheduler.add(make_sequence(0, [0] * 8, max_tokens=6))
+    ahead.step()
+    device.is_done, ahead._sleep = False, sleep
+    device.said.clear()
+    ahead.step()
+    assert device.said[0] == ("launched", [(0, 1), (1, 8)])
+    assert clock.now == pytest.approx(0.0085, abs=0.0002)
+    device.is_done, count = True, len(slept)
+    ahead.step()
+    assert len(slept) == count and device.said[-2:] == [("launched", [(0, 1)]), ("landed", [(0, 1), (1, 8)])]
+
+
+def test_a_sequence_goes_on_from_a_token_that_nobody_knows_yet(ahead: Engine, device: Device) -> None:
+    """1. Its next step is launched while the one that brings its token runs. 2. None is launched beyond its length."""
+    scheduler = scheduler_of(ahead)
+    seq = make_sequence(0, [0] * 8, max_tokens=3)
+    scheduler.add(seq)
+    assert (first := ahead.step()) is not None and first.steps[0].token == Token(7)
+    assert (seq.output, seq.num_computed, seq.num_scheduled, seq.num_coming) == ([7], 8, 9, 1)
+    while ahead.step() is not None:
+        scheduler.check_integrity()
+    assert (seq.output, seq.finish_reason, seq.num_coming) == ([7, 7, 7], "length", 0)
+    assert [what for what, _ in device.said] == ["launched", "launched", "landed", "launched", "landed", "landed"]
+    assert scheduler.counters().blocks_used == 0
+
+
+def test_what_was_computed_after_a_stop_is_passed_over(ahead: Engine, device: Device) -> None:
+    """1. It stops with its first token; a step that goes on from there is under way, and writes its block. 2. That step
+    brings nothing, and the block is free."""
+    scheduler = scheduler_of(ahead)
+    seq = make_sequence(0, [0] * 8, max_tokens=9, stop_token_ids=(7,))
+    scheduler.add(seq)
+    assert (first := ahead.step()) is not None and first.steps[0].finished
+    assert (seq.finish_reason, seq.num_under_way, scheduler.counters().blocks_used) == ("stop", 1, 1)
+    assert (second := ahead.step()) is not None and second.steps == []
+    assert seq.output == [7] and scheduler.counters().blocks_used == 0
+    assert ahead.step() is None
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"presence_penalty": 0.5}, {"num_logprobs": 1}, {"min_tokens": 2}])
+def test_who_needs_the_token_before_waits_for_it(ahead: Engine, device: Device, params: dict[str, Any]) -> None:
+    scheduler = scheduler_of(ahead)
+    scheduler.add(make_sequence(0, [0] * 8, max_tokens=3, **params))
+    while ahead.step() is not None:
+        scheduler.check_integrity()
+    assert [what for what, _ in device.said] == ["launched", "landed"] * 3
+
+
+def test_nobody_goes_on_ahead_who_would_have_to_take_a_block_from_another(ahead: Engine, device: Device) -> None:
+    """31 blocks: a prompt of 30 of them, and one that wants a second block when the pool has none."""
+    scheduler = scheduler_of(ahead)
+    first, second = make_sequence(0, [0] * 464, max_tokens=17), make_sequence(1, [1] * 15, max_tokens=9)
+    for seq in (first, second):
+        scheduler.add(seq)
+    while ahead.step() is not None:
+        scheduler.check_integrity()
+    assert (len(first.output), len(second.output)) == (17, 9)
+    order = [what for what, _ in device.said]
+    assert ["launched", "landed", "launched"] in [order[i : i + 3] for i in range(len(order))]
+    assert scheduler.counters().blocks_used == 0
 
 
 def test_blocks_of_an_aborted_prompt_stay_until_no_step_has_them(ahead: Engine, device: Device) -> None:
@@ -300,14 +378,3 @@ def test_a_step_that_cannot_be_launched_takes_none_with_it(ahead: Engine, device
         scheduler.release(seq.id)
     assert scheduler.counters().blocks_used == 0
     assert ahead.step() is None
-
-
-def test_whoever_decodes_here_is_waited_for(ahead: Engine, device: Device) -> None:
-    """A local sequence's next step needs its token: nothing is launched before it is here."""
-    scheduler = scheduler_of(ahead)
-    scheduler.add(make_sequence(7, [1] * 8, max_tokens=2))
-    granted(ahead, 0, 96)
-    while ahead.step() is not None:
-        scheduler.check_integrity()
-    kinds = [kind for kind, what in device.said if any(number == 7 for number, _ in what)]
-    assert kinds == ["launched", "landed"] * 2

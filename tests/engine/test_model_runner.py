@@ -16,7 +16,17 @@ from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.model_runner import ModelRunner
 from server.errors import ModelError, StartError
 from server.sequence import Batch, Sequence, Slice
-from tests.engine.models import FAMILIES, Reference, load_runner, make_config, make_sequence, random_prompt, save_model
+from tests.engine.models import (
+    FAMILIES,
+    Reference,
+    load_runner,
+    make_config,
+    make_engine,
+    make_sequence,
+    random_prompt,
+    save_model,
+    serve,
+)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +199,26 @@ def test_execute_leaves_sequences_alone(llama_dir: Path) -> None:
     assert tokens[0] is not None
     assert (seq.output, seq.num_computed, seq.block_table) == ([], 0, [1, 2])
     assert runner.execute(Batch([Slice(seq, 0, 19)])) == [None]
+
+
+def test_steps_launched_from_tokens_that_nobody_knows_yet(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that computes by itself: prompts in chunks, greedy ones and drawn ones, one that stops. 1. Each
+    step waited for. 2. Each launched before the one before it is waited for: the same tokens, and the same draws."""
+    lengths, kinds = [50, 5, 33, 17], [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.3, "top_k": 5}, {}]
+    outputs = []
+    for is_async in (False, True):
+        monkeypatch.setattr(ModelRunner, "is_async", is_async)
+        runner = load_runner(llama_dir)
+        seqs = [
+            make_sequence(i, random_prompt(n, seed=i), **({"max_tokens": 9 + i} | kind))
+            for i, (n, kind) in enumerate(zip(lengths, kinds, strict=True))
+        ]
+        if outputs:
+            seqs[0] = make_sequence(0, seqs[0].prompt, max_tokens=9, stop_token_ids=(outputs[0][0][4],))
+        engine = make_engine(runner, chunk_tokens=24, token_budget=32)
+        outputs.append(serve(engine, seqs))
+    assert outputs[1][0] == outputs[0][0][: outputs[0][0].index(outputs[0][0][4]) + 1]
+    assert outputs[1][1:] == outputs[0][1:]
 
 
 @pytest.mark.parametrize("chunks", [(20,), (7, 1, 12)])

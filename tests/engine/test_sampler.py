@@ -153,7 +153,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     vocab, num_draws = 20, 4000
     row = random_logits(1, 5, vocab) / 2
     seqs = [make_seq(i, **options) for i in range(num_draws)]
-    drawn = torch.bincount(draw(row.expand(num_draws, -1), seqs), minlength=vocab)
+    drawn = torch.bincount(draw(row.expand(num_draws, -1), seqs, [len(seq.output) for seq in seqs]), minlength=vocab)
     expected = torch.tensor(reference_probabilities(row[0].tolist(), seqs[0].params)) * num_draws
     assert not drawn[expected == 0].any()
     kept = expected > 0

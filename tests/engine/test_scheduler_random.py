@@ -45,7 +45,9 @@ class Chaos:
         self.num_added += 1
         stem = [self.random.randrange(1, 4)] * self.random.randrange(0, 40)  # few stems, so that prefixes are hit
         prompt = stem + [self.random.randrange(1, 50) for _ in range(self.random.randrange(1, 64))]
-        params = SamplingParams(max_tokens=self.random.randrange(1, 40), stop_token_ids=(EOS,), min_tokens=2)
+        # Who has min_tokens needs each token before the next: nothing is launched ahead with such a one.
+        least = 2 if self.random.random() < 0.1 else 0
+        params = SamplingParams(max_tokens=self.random.randrange(1, 40), stop_token_ids=(EOS,), min_tokens=least)
         salt = self.random.choice(["", "", "", "tenant"])
         return Sequence(SeqId("r", self.num_added, 0), prompt, params, self.now, salt, needs_grant)
 
@@ -221,7 +223,7 @@ def test_ten_thousand_random_operations(seed: int) -> None:
         chaos.check()
     counters = chaos.scheduler.counters()
     assert chaos.num_ended > 250 and chaos.num_refused and counters.preemptions and counters.prefix_hit_tokens
-    assert min(chaos.num_ahead, chaos.num_cut) >= 5 and chaos.num_launched_ahead > 10
+    assert min(chaos.num_ahead, chaos.num_cut) >= 5 and chaos.num_launched_ahead > 50
     assert counters.swapped_out_blocks > 300 and counters.swapped_in_blocks > 30
     chaos.drain()
     assert not chaos.alive and chaos.pool.num_used == 0

@@ -6,7 +6,6 @@
 4. Chunks that prefill posts stay in `wire.posts` until `all_sent`; decode gets chunks by `chunk`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +19,7 @@ from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.limits import Limits
+from server.engine.model_runner import Launched
 from server.engine.scheduler import Scheduler
 from server.knobs import turned
 from server.messages import (
@@ -36,7 +36,7 @@ from server.messages import (
     Tokens,
 )
 from server.prefill import PrefillWorker
-from server.sequence import Batch, SamplingParams, SeqId, Token
+from server.sequence import Batch, SamplingParams, SeqId, Stuck, Token
 from server.transfer.base import Arrived, Sent
 from server.transfer.build import ReceivingSide, SendingSide
 from server.transfer.checksum import Xxh3
@@ -111,9 +111,9 @@ class Runner:
     def __init__(self) -> None:
         self.pool = KVCachePool(SPEC, NUM_BLOCKS)
 
-    def launch(self, batch: Batch) -> Callable[[], list[Token | None]]:
-        tokens = [TOKEN if piece.samples else None for piece in batch.slices]
-        return lambda: tokens
+    def launch(self, batch: Batch) -> Launched:
+        tokens: list[Token | Stuck | None] = [TOKEN if piece.samples else None for piece in batch.slices]
+        return Launched(lambda: tokens, lambda: True)
 
 
 class IdleThread:

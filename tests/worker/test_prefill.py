@@ -1,10 +1,10 @@
 """What a prefill worker does with each message in each state: the cells of its table in docs/protocol.md."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from server.engine.model_runner import Launched
 from server.messages import (
     Abort,
     AbortAck,
@@ -408,7 +408,7 @@ def test_a_grant_within_a_step(p: PrefillStage, monkeypatch: pytest.MonkeyPatch)
     p.bring(ID, "ahead")
     launch = p.engine.runner.launch
 
-    def granted_meanwhile(batch: Batch) -> Callable[[], Any]:
+    def granted_meanwhile(batch: Batch) -> Launched:
         p.grant(ID)
         return launch(batch)
 
