@@ -121,8 +121,7 @@ def steady(slots: list[list[Sample]], tokens: int) -> float | None:
     """Requests/s while all slots are busy with their second request or a later one, by the tokens that came meanwhile.
 
     `requests_per_s` is over the counted requests whole: from when the first slot began its second, and others had not
-    ended their first, to the last slot's end, where it is alone. A worker that reads one prompt after the other pays for
-    both."""
+    ended their first, to the last slot's end, where it is alone. Who reads one prompt after the other pays for both."""
     begin, end = max(slot[0].times[-1] for slot in slots), min(slot[-1].times[-1] for slot in slots)
     count = sum(begin < at <= end for slot in slots for sample in slot for at in sample.times)
     return round(count / tokens / (end - begin), 3) if end > begin else None
