@@ -26,11 +26,11 @@ from server.sequence import Batch, Sequence, Stuck, Token
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2  # weight of the newest step in its estimate
-# The next step is launched so long before this one ends: some milliseconds of Python have to fit in, and the estimate
-# errs. Who comes in that time waits for one step more.
-_LEAD_S = 0.0015
-_LEAD_SHARE = 0.15
+# How soon what was long lately is taken for short again, and the other way round, in steps.
+_FORGETTING = 0.1
+_SPARE_S = 0.0005  # between the launch of a step and the end of the one before it
 _POLL_S = 0.0002
+_SIZE = 64  # tokens; steps of as many of these are alike
 
 
 @dataclass(slots=True)
@@ -62,6 +62,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._mean: dict[int, tuple[float, float]] = {}  # bucket -> (tokens, seconds)
+        self._least: dict[int, float] = {}
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         bucket = num_tokens.bit_length()
@@ -70,6 +71,13 @@ class StepTimes:
             tokens + _SMOOTHING * (num_tokens - tokens),
             mean + _SMOOTHING * (seconds - mean),
         )
+        size = -(-num_tokens // _SIZE)
+        least = self._least.get(size, seconds)
+        self._least[size] = min(seconds, least + _FORGETTING * (seconds - least))
+
+    def least(self, num_tokens: int) -> float:
+        """What a step of about so many tokens takes at least, lately; 0.0 where there was none."""
+        return self._least.get(-(-num_tokens // _SIZE), 0.0)
 
     @property
     def token_s(self) -> float:
@@ -109,6 +117,7 @@ class Engine:
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
         self._ahead: _Flight | None = None  # launched behind the one that was last waited for
         self._landed = 0.0  # when that one ended
+        self._launch_s = 0.0  # what it takes to launch a step at most, lately
 
     @property
     def pool(self) -> KVCachePool:
@@ -127,13 +136,12 @@ class Engine:
         return result
 
     def _wait_for_its_end(self, launched: Launched) -> None:
-        """Almost: until the next step has to be launched."""
+        """Almost: until the next step has to be launched. Who comes after that waits for one step more."""
         with self.lock:
             if not self.scheduler.may_schedule or self.scheduler.is_next_full:
                 return
         started, num_tokens = self._current or (self._clock(), 1)
-        predicted = self.times.predict(num_tokens)
-        latest = started + predicted - max(_LEAD_S, _LEAD_SHARE * predicted)
+        latest = started + self.times.least(num_tokens) - self._launch_s - _SPARE_S
         while self._clock() < latest and not launched.is_done():
             self._sleep(_POLL_S)
 
@@ -144,6 +152,7 @@ class Engine:
             self._land(flight)
 
     def _launch(self) -> _Flight | None:
+        asked = self._clock()
         with self.lock:
             if not self.scheduler.may_schedule:
                 return None
@@ -157,9 +166,12 @@ class Engine:
         if self._current is None:
             self._current = (started, batch.num_tokens)
         try:
-            return _Flight(batch, started, self.runner.launch(batch))
+            launched = self.runner.launch(batch)
         except Exception as error:
             return _Flight(batch, started, None, error)
+        took = self._clock() - asked
+        self._launch_s = max(took, self._launch_s + _FORGETTING * (took - self._launch_s))
+        return _Flight(batch, started, launched)
 
     def _land(self, flight: _Flight) -> StepResult:
         """Waits for it, and tells the scheduler. It began when the one before it ended."""

@@ -29,7 +29,8 @@ from server.engine.kv_cache import KVCachePool
 
 logger = logging.getLogger(__name__)
 
-_PIECE_TOKENS = (16, 32, *range(64, 513, 64), 768, 1024)
+# Not 448: cuBLAS takes longer for it than for 512 (H200: 18.6 against 15.8 ms beside 22 sequences that decode).
+_PIECE_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)
 _WARM_UPS = 2
 
 
