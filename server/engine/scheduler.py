@@ -370,9 +370,8 @@ class Scheduler:
         if not num_decoding or local is None:
             return room
         if local and (multiple := self.limits.step_multiple) > 1:
-            # The nearest size that is not padded, but never a step without a prompt token.
-            local = max((num_decoding + local + multiple // 2) // multiple, num_decoding // multiple + 1) * multiple
-            local -= num_decoding
+            # A size that is not padded, but never a step without a prompt token.
+            local = max((num_decoding + local) // multiple, num_decoding // multiple + 1) * multiple - num_decoding
         return min(room, local)
 
     # What came of it
