@@ -17,7 +17,7 @@ for mode in "${modes[@]}"; do
     colocated-*) args=(bench/h200-colocated.toml "${pair[@]}" --set "colocated.token_budget=${mode#*-}"
       --set "colocated.chunk_tokens=${mode#*-}") ;;
     1p1d) args=(bench/h200-1p1d.toml) ;;
-    hybrid) args=(bench/h200-1p1d.toml --set hybrid.threshold_tokens=256 --set hybrid.rest_s=1 --set slo.tpot_p95=0.013) ;;
+    hybrid) args=(bench/h200-1p1d.toml --set hybrid.threshold_tokens=256 --set hybrid.rest_s=1 --set slo.tpot_p95=0.0135) ;;
     *) echo "no such mode: $mode" >&2; exit 2 ;;
   esac
   python3 bench/closed_loop.py "${args[@]}" --label "$mode" --cells "$cells" --per-slot "${PER_SLOT:-3}" -o "$out" \

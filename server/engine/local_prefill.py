@@ -1,8 +1,7 @@
 """How many prompt tokens a step may carry beside sequences that decode: what the TPOT objective leaves, measured.
 
 A step's time is taken as that of its decode tokens alone, for so many sequences, and so much a prompt token more. Where
-decoding alone is over the objective already, prompts may stretch a step by half: they would starve otherwise, and the
-objective says nothing any more.
+decoding alone comes near the objective, prompts may stretch a step by a part of that: they would starve otherwise.
 """
 
 from server.sequence import Batch
@@ -10,7 +9,7 @@ from server.sequence import Batch
 MIN_TOKENS = 32
 MAX_TOKENS = 2048
 USED = 0.9  # of the objective: steps vary
-STRETCH = 0.5
+STRETCH = 0.4
 SMOOTHING = 0.2
 
 
