@@ -48,7 +48,7 @@ format: $(installed)
 test test-again test-long: export OMP_WAIT_POLICY ?= passive
 
 test: $(installed)
-	$(bin)/python -m pytest -m "$(quick)"
+	$(bin)/python -m pytest -m "$(quick)" --durations 25
 
 test-again: $(installed)
 	$(bin)/python -m pytest -m "$(quick)" --last-failed --last-failed-no-failures none
