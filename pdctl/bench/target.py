@@ -148,7 +148,7 @@ class Stage:
             )
         key = api_key(stack)
         config = Config.model_validate(stack.profile)
-        target = Target(mode, Server(stack.url, key, _model(stack.url, key)), *_layout(config))
+        target = Target(mode, Server(stack.url, key, _model(stack.url, key)), *layout_of(config))
         target.facts = {"model": config.model.path, "dtype": config.model.dtype}
         return target
 
@@ -173,7 +173,7 @@ def _model(url: str, key: str) -> str:
         raise UsageError(f"{url} does not say which model it serves ({error})", help="--model NAME") from error
 
 
-def _layout(config: Config) -> tuple[dict[str, int], dict[str, Any]]:
+def layout_of(config: Config) -> tuple[dict[str, int], dict[str, Any]]:
     """For `pdctl plan --check`: what ran, in the planner's words."""
     threshold = config.hybrid.threshold_tokens
     pool = config.prefill if config.prefill.workers else config.colocated
