@@ -1,8 +1,8 @@
 """How far `pdctl plan` is off on two H200s: its simulator beside what bench/two_gpu.sh measured.
 
-The stage model comes from steps measured apart from the load (bench/engine.py's table in docs/benchmarks.md) and from the
-cells with one request at a time, which are marked as fitted. Goodput stands for all requests/s here: no objective is so
-short that one misses it.
+The stage model comes from steps measured apart from the load (bench/engine.py's table in docs/benchmarks.md) and from
+the cells with one request at a time, which are marked as fitted. Goodput stands for all requests/s here: no objective
+is so short that one misses it.
 
     python bench/grade_two_gpu.py RESULTS.jsonl GRADED.json && pdctl plan --check GRADED.json
 """
