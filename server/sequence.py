@@ -60,7 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_free(self) -> bool:
         """Whether a token can be drawn without knowing those before it, and without waiting for the device: not where
         they restrain it, nor where logprobs are told or top_p looks for its edge."""
-        return not (self.is_restrained or self.num_logprobs >= 0 or self.num_prompt_logprobs >= 0 or self.top_p < 1.0)
+        if self.is_restrained or self.num_logprobs >= 0 or self.num_prompt_logprobs >= 0:
+            return False
+        return self.is_greedy or self.top_p >= 1.0
 
     @property
     def is_restrained(self) -> bool:
@@ -142,7 +144,7 @@ class Sequence:
         """Tokens that no step was given yet, known or coming; 1 for a sequence that decodes. What comes for a prefill
         half is read elsewhere."""
         num_coming = 0 if self.needs_grant else self.num_coming
-        return self.num_tokens + num_coming - self.num_scheduled
+        return max(0, self.num_tokens + num_coming - self.num_scheduled)
 
     @property
     def num_to_hand_over(self) -> int:

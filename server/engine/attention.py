@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from server.device import on_device
 from server.engine.kv_cache import KVSpec
 from server.errors import ModelError
 from server.sequence import Sequence, Slice
@@ -72,7 +73,7 @@ class Coming:
 
 def token_ids(meta: BatchMeta, device: torch.device) -> torch.Tensor:
     """[tokens], those that are coming among them."""
-    ids = torch.tensor(meta.token_ids, device=device)
+    ids = on_device(meta.token_ids, torch.long, device)
     if meta.drawn is None:
         return ids
     return torch.where(ids < 0, meta.drawn[(-1 - ids).clamp(min=0)], ids)

@@ -19,7 +19,7 @@ from server.engine.block_pool import BlockPool
 from server.engine.engine import Engine
 from server.engine.host_pool import HostPool
 from server.engine.kv_cache import LAYOUT_VERSION
-from server.engine.limits import Limits
+from server.engine.limits import PIECE_TOKENS, Limits
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler
 from server.errors import StartError
@@ -27,7 +27,6 @@ from server.errors import StartError
 # Prompt tokens a decode worker computes in a step in which others decode, until steps have been measured.
 CPU_LOCAL_PREFILL: Final = 32
 GPU_LOCAL_PREFILL: Final = 256
-GPU_STEP_MULTIPLE: Final = 64  # of the token counts that have CUDA graphs (`server.engine.graphs`)
 
 
 def build_engine(boot: Boot, role: Role, progress: Callable[[str, float], None]) -> Engine:
@@ -84,7 +83,7 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.idle_swap_s = pool.idle_swap_s
             auto = GPU_LOCAL_PREFILL if pool.gpus else CPU_LOCAL_PREFILL
             limits.local_prefill_tokens = auto if pool.prefill_tokens == "auto" else pool.prefill_tokens
-            limits.step_multiple = GPU_STEP_MULTIPLE if pool.gpus else 1
+            limits.step_sizes = PIECE_TOKENS if pool.gpus and pool.prefill_tokens == "auto" else ()
         case Colocated():
             limits.max_running = pool.max_running
     return limits

@@ -12,6 +12,7 @@ A step that raises ends the sequences of its batch, never the loop. What a heart
 step, its predicted time) may be read from any thread.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -116,6 +117,7 @@ class Engine:
         self._sleep = sleep
         self._current: tuple[float, int] | None = None  # when the running step began, its tokens
         self._ahead: _Flight | None = None  # launched behind the one that was last waited for
+        self._failure: Exception | None = None  # of a launch, while another step was under way
         self._landed = 0.0  # when that one ended
         self._launch_s = 0.0  # what it takes to launch a step at most, lately
 
@@ -125,25 +127,32 @@ class Engine:
 
     def step(self) -> StepResult | None:
         """One step; None when there is nothing to compute."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         flight, self._ahead = self._ahead or self._launch(), None
         if flight is None:
             return None
         if self.runner.is_async and flight.launched is not None:
-            self._wait_for_its_end(flight.launched)
-            self._ahead = self._launch()
+            self._wait_for_its_end(flight, flight.launched)
+            try:
+                self._ahead = self._launch()
+            except Exception as error:  # told by the next call: this one has a result
+                self._failure = error
         result = self._land(flight)
         self._current = (self._landed, self._ahead.batch.num_tokens) if self._ahead else None
         return result
 
-    def _wait_for_its_end(self, launched: Launched) -> None:
+    def _wait_for_its_end(self, flight: _Flight, launched: Launched) -> None:
         """Almost: until the next step has to be launched. Who comes after that waits for one step more."""
         with self.lock:
             if not self.scheduler.may_schedule or self.scheduler.is_next_full:
                 return
-        started, num_tokens = self._current or (self._clock(), 1)
-        latest = started + self.times.least(num_tokens) - self._launch_s - _SPARE_S
-        while self._clock() < latest and not launched.is_done():
-            self._sleep(_POLL_S)
+        began = max(flight.started, self._landed)
+        latest = began + self.times.least(flight.batch.num_tokens) - self._launch_s - _SPARE_S
+        with contextlib.suppress(Exception):  # of a device that failed: `collect` says so again
+            while self._clock() < latest and not launched.is_done():
+                self._sleep(_POLL_S)
 
     def settle(self) -> None:
         """Waits for the step that was launched ahead: behind it nothing writes to the pool."""
@@ -186,7 +195,8 @@ class Engine:
         self._landed = self._clock()
         if error is not None:
             return self._fail(batch, error, started)
-        seconds = self._landed - started
+        measured = flight.launched.seconds if flight.launched is not None else None
+        seconds = self._landed - started if measured is None else measured()
         self.times.observe(batch.num_tokens, seconds)
         stuck = [(s.seq, t.why) for s, t in zip(batch.slices, sampled, strict=True) if isinstance(t, Stuck)]
         tokens = [t if isinstance(t, Token) else None for t in sampled]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from server.device import on_device
 from server.engine.attention import AttentionBackend, BatchMeta, token_ids
 from server.engine.attention_torch import TorchAttention
 from server.engine.fused import FusedModel, FusedWeights, TorchOps
@@ -38,14 +39,14 @@ class TransformersForward:
         self._attention.plan(meta)
         inputs = {
             "input_ids": token_ids(meta, self._device).unsqueeze(0),
-            "position_ids": torch.tensor([meta.positions], device=self._device),
+            "position_ids": on_device(meta.positions, torch.long, self._device).unsqueeze(0),
             "use_cache": False,
             "paged": self._attention,
         }
         if not keep:
             self._model.base_model(**inputs)
             return None
-        kept = torch.tensor(keep, device=self._device)
+        kept = on_device(keep, torch.long, self._device)
         return self._model(**inputs, logits_to_keep=kept).logits[0]  # type: ignore[no-any-return]
 
     def prepare(self, max_len: int, progress: Callable[[str, float], None]) -> None:

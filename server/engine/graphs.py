@@ -2,7 +2,7 @@
 
 1. A step that only decodes replays one whole graph: the smallest batch bucket that holds it. Padding rows are token 0
    of the null block.
-2. Any other step of up to _PIECE_TOKENS tokens replays the pieces between attentions, by token bucket; attention itself
+2. Any other step of up to 1024 tokens replays the pieces between attentions, by token bucket; attention itself
    runs as planned for the rows that are there. So launches cost little, whatever the mix of rows.
 3. A longer step runs launch by launch: the device is busy for longer than the launches take.
 
@@ -26,11 +26,10 @@ from server.engine.cuda_ops import Attend, CudaOps
 from server.engine.forward import Forward, TransformersForward
 from server.engine.fused import FusedModel, FusedWeights
 from server.engine.kv_cache import KVCachePool
+from server.engine.limits import PIECE_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Not 448: cuBLAS takes longer for it than for 512 (H200: 18.6 against 15.8 ms beside 22 sequences that decode).
-_PIECE_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)
 _WARM_UPS = 2
 
 
@@ -235,7 +234,7 @@ class CudaForward:
         device = self._fixed.data.device
         torch.cuda.empty_cache()  # recording does it too: what it frees is not the graphs' doing
         started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        decodes, pieces = decode_buckets(self._max_running), list(_PIECE_TOKENS)
+        decodes, pieces = decode_buckets(self._max_running), list(PIECE_TOKENS)
         blocks = decodes[-1] * self._attention.spec.num_blocks_for(max_len)
         # Graphs keep addresses, so their buffer is as large as it will ever have to be.
         self._fixed = StepBuffer(device, StepBuffer.capacity(max(pieces[-1], decodes[-1]), blocks))

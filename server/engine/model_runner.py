@@ -56,6 +56,8 @@ class Launched:
     # there is none; None where the slice ends before the last known token.
     collect: Callable[[], list[Token | Stuck | None]]
     is_done: Callable[[], bool]
+    # What the device took, once it is done (a clock here would count how late Python looks); None where it was at once.
+    seconds: Callable[[], float] | None = None
 
 
 class ModelRunner:
@@ -240,6 +242,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Launched:
         """Gives the device the batch to compute. A slice may begin with the token that the launch before draws."""
         slices = batch.slices
+        begin = self._mark()
         order = row_order(slices)
         ordered = [slices[i] for i in order]
         sampling = [row for row, s in enumerate(ordered) if s.samples]
@@ -256,9 +259,7 @@ class ModelRunner:
             drawn = self._sampler.begin(logits[: len(last)], seqs, [ordered[row].output_index for row in sampling])
             self._coming = Coming(drawn.ids, {seq: i for i, seq in enumerate(seqs)})
             sampled = drawn.tokens
-        end = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if end is not None:
-            end.record()
+        end = self._mark()
 
         def collect() -> list[Token | Stuck | None]:
             if end is not None:
@@ -268,7 +269,17 @@ class ModelRunner:
                 tokens[order[row]] = self._with_prompt(ordered[row].seq, token)
             return tokens
 
-        return Launched(collect, end.query if end is not None else lambda: True)
+        if begin is None or end is None:
+            return Launched(collect, lambda: True)
+        return Launched(collect, end.query, lambda: begin.elapsed_time(end) / 1e3)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """In the device's work so far."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _with_prompt(self, seq: Sequence, token: Token | Stuck) -> Token | Stuck:
         if seq.params.num_prompt_logprobs < 0 or seq.output or isinstance(token, Stuck):

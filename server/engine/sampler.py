@@ -74,8 +74,9 @@ class Sampler:
         chosen = shaped.argmax(-1)
         drawn = [i for i, s in enumerate(seqs) if not s.params.is_greedy]
         if drawn:
-            rows = shaped if len(drawn) == len(seqs) else shaped[drawn]
-            chosen[drawn] = draw(rows, [seqs[i] for i in drawn], [indices[i] for i in drawn])
+            at = _index(drawn, raw)  # a list as an index would wait for the device
+            rows = shaped if len(drawn) == len(seqs) else shaped.index_select(0, at)
+            chosen.index_copy_(0, at, draw(rows, [seqs[i] for i in drawn], [indices[i] for i in drawn]))
         if not any(s.params.grammar or s.params.num_logprobs >= 0 for s in seqs):
             return _read(chosen)
         tokens = with_logprobs(raw, chosen, [s.params.num_logprobs for s in seqs])

@@ -267,9 +267,11 @@ class Scheduler:
             return True
         if len(self._under_way) > 1:
             return False
-        decoding = [seq for seq in (*self._roster.running, *self._roster.received) if not seq.needs_grant]
+        roster, is_idle = self._roster, self._admission.is_idle
+        decoding = [seq for seq in (*roster.running, *roster.received) if not (seq.needs_grant or is_idle(seq))]
         num_growing = sum(not self._tables.num_slots(seq) for seq in decoding)
-        coming = (*decoding, *self._admission.candidates())
+        has_place = len(roster.running) < self.limits.max_running
+        coming = (*decoding, *(self._admission.candidates() if has_place else ()))
         return num_growing <= self._tables.pool.num_free and all(seq.is_free or seq.needs_grant for seq in coming)
 
     @property
@@ -309,7 +311,7 @@ class Scheduler:
         for seq in tuple(self._roster.running):
             if seq.state is not SeqState.RUNNING or self._admission.is_idle(seq):  # gave way to an older one; or paused
                 continue
-            if seq.num_pending <= 0 or (seq.num_coming and self._is_at_its_end(seq, seq.num_coming)):
+            if not seq.num_pending or (seq.num_coming and self._is_at_its_end(seq, seq.num_coming)):
                 continue  # its last chunk, or its last token, is under way
             if seq.num_pending > 1:
                 prompts.append(seq)
@@ -369,9 +371,9 @@ class Scheduler:
         local = self.limits.local_prefill_tokens
         if not num_decoding or local is None:
             return room
-        if local and (multiple := self.limits.step_multiple) > 1:
-            # A size that is not padded, but never a step without a prompt token.
-            local = max((num_decoding + local) // multiple, num_decoding // multiple + 1) * multiple - num_decoding
+        sizes = self.limits.step_sizes
+        if sizes and (wanted := num_decoding + local) <= sizes[-1]:  # larger ones are not padded
+            local = max((size for size in sizes if num_decoding < size <= wanted), default=wanted) - num_decoding
         return min(room, local)
 
     # What came of it

@@ -318,13 +318,92 @@ def test_what_was_computed_after_a_stop_is_passed_over(ahead: Engine, device: De
     assert ahead.step() is None
 
 
-@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"presence_penalty": 0.5}, {"num_logprobs": 1}, {"min_tokens": 2}])
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.9, "temperature": 1.0}, {"presence_penalty": 0.5}, {"num_logprobs": 1}, {"min_tokens": 2}]
+)
 def test_who_needs_the_token_before_waits_for_it(ahead: Engine, device: Device, params: dict[str, Any]) -> None:
     scheduler = scheduler_of(ahead)
     scheduler.add(make_sequence(0, [0] * 8, max_tokens=3, **params))
     while ahead.step() is not None:
         scheduler.check_integrity()
     assert [what for what, _ in device.said] == ["launched", "landed"] * 3
+
+
+def test_greedy_ones_need_no_edge(ahead: Engine, device: Device) -> None:
+    scheduler_of(ahead).add(make_sequence(0, [0] * 8, max_tokens=3, top_p=0.9))
+    while ahead.step() is not None:
+        pass
+    assert [what for what, _ in device.said][:3] == ["launched", "launched", "landed"]
+
+
+@pytest.mark.parametrize("why", ["paused", "no place"])
+def test_who_is_not_in_the_next_step_holds_up_nobody(ahead: Engine, device: Device, why: str) -> None:
+    """One that needs each token before the next, whose client does not read; or that waits for a place."""
+    scheduler, other = scheduler_of(ahead), make_sequence(0, [0] * 8, max_tokens=9, presence_penalty=1.0)
+    if why == "paused":
+        scheduler.limits.idle_swap_s = 100.0
+        scheduler.add(other)
+        ahead.step()
+        scheduler.pause(other.id)
+    else:
+        scheduler.limits.max_running = 1
+    scheduler.add(make_sequence(1, [1] * 8, max_tokens=3))
+    device.said.clear()
+    ahead.step()
+    if why == "no place":
+        scheduler.add(other)
+    for _ in range(2):
+        ahead.step()
+    assert [what for what, _ in device.said] == ["launched", "launched", "landed", "launched", "landed", "landed"]
+
+
+def test_a_device_that_fails_while_it_is_looked_at_ends_the_step(ahead: Engine, device: Device) -> None:
+    def failing() -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    device.launch = lambda batch: Launched(failing, failing)  # type: ignore[method-assign]
+    ahead.times.observe(8, 0.010)
+    seq = make_sequence(0, [0] * 8, max_tokens=3)
+    scheduler_of(ahead).add(seq)
+    result = ahead.step()
+    assert result is not None and result.failed == [seq] and "illegal" in str(result.error)
+
+
+def test_a_launch_that_raises_loses_no_step_under_way(
+    ahead: Engine, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The scheduler fails while a step runs: that step's result is told. 2. The failure is raised after it. 3. It
+    goes on."""
+    scheduler, schedule, count = scheduler_of(ahead), scheduler_of(ahead).schedule, iter(range(99))
+
+    def fail_once() -> Batch:
+        if next(count) == 1:
+            raise RuntimeError("a bug")
+        return schedule()
+
+    monkeypatch.setattr(scheduler, "schedule", fail_once)
+    scheduler.add(seq := make_sequence(0, [0] * 8, max_tokens=3))
+    assert (first := ahead.step()) is not None and first.steps[0].token == Token(7)
+    with pytest.raises(RuntimeError, match="a bug"):
+        ahead.step()
+    while ahead.step() is not None:
+        pass
+    assert (seq.output, seq.finish_reason) == ([7, 7, 7], "length")
+
+
+def test_a_step_took_what_the_device_says(ahead: Engine, device: Device, clock: FakeClock) -> None:
+    """Not how late Python looked: with that a step of prompts behind a short one seemed to cost next to nothing."""
+    launch = device.launch
+
+    def timed(batch: Batch) -> Launched:
+        launched = launch(batch)
+        clock.now += 0.007
+        return Launched(launched.collect, launched.is_done, lambda: 0.0044)
+
+    device.launch = timed  # type: ignore[method-assign]
+    scheduler_of(ahead).add(make_sequence(0, [0] * 8, max_tokens=3))
+    results = [ahead.step() for _ in range(3)]
+    assert [result.seconds for result in results if result] == [0.0044] * 3
 
 
 def test_nobody_goes_on_ahead_who_would_have_to_take_a_block_from_another(ahead: Engine, device: Device) -> None:

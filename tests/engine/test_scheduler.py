@@ -93,11 +93,12 @@ def test_local_prefill_leaves_room_for_those_who_decode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "num_decoding", "num_prompt"), [(0, 2, 0), (1, 2, 6), (13, 2, 6), (14, 2, 14), (1, 8, 8), (8, 7, 1)]
+    ("local", "num_decoding", "num_prompt"),
+    [(0, 2, 0), (1, 2, 1), (13, 2, 6), (14, 2, 14), (1, 8, 1), (8, 7, 1), (16, 2, 16), (25, 2, 25)],
 )
 def test_local_prefill_fills_a_step_that_would_be_padded(local: int, num_decoding: int, num_prompt: int) -> None:
-    """Steps are padded to eights: what would be padded is left out, but never all of it."""
-    story = Story(chunk_tokens=64, token_budget=64, max_running=16, local_prefill_tokens=local, step_multiple=8)
+    """Steps are padded to 8, 16 or 18: what would be padded is left out, but never all of it. Larger ones are not."""
+    story = Story(chunk_tokens=64, token_budget=64, max_running=16, local_prefill_tokens=local, step_sizes=(8, 16, 18))
     story.add(*(story.seq(1) for _ in range(num_decoding)))
     story.step()
     story.add(story.seq(30))
