@@ -9,7 +9,7 @@ import pytest
 from tests.stack.harness import PD, complete, running
 
 COMPUTE_CHUNK = 256  # `chunk_tokens = "auto"` on a CPU
-PROMPT = 3000
+PROMPT = 1500
 
 
 @pytest.mark.timeout(300)

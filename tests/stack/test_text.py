@@ -79,7 +79,7 @@ def check_smollm2(tmp: Path, folder: Path, pairs: Pairs, profile: str) -> None:
 
 @pytest.mark.timeout(400)
 def test_smollm2_float32(tmp_path: Path, smollm2_dir: Path) -> None:
-    check_smollm2(tmp_path, smollm2_dir, smollm2_pairs(smollm2_dir, [1, 16, 33, 63, 65, 128, 257, 400]), PD)
+    check_smollm2(tmp_path, smollm2_dir, smollm2_pairs(smollm2_dir, [1, 33, 128, 400]), PD)
 
 
 @pytest.fixture(scope="module")
