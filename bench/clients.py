@@ -2,7 +2,7 @@
 the openai package, and by llmeter, which wants a virtual environment of its own.
 
     python -m venv /tmp/llmeter      (what goes into it: docs/measuring.md)
-    pdctl up demo -d && eval "$(pdctl env)"
+    pdctl up colocated --set colocated.workers=1 -d && eval "$(pdctl env)"
     python bench/clients.py [--llmeter /tmp/llmeter/bin/python] [--words 300] [--output 32] [-c 1] [--requests 8]
 
 Every client asks for answers to prompts of its own, of the same length, so that none finds the blocks of another.
