@@ -184,19 +184,21 @@ class Engine:
 
     def _land(self, flight: _Flight) -> StepResult:
         """Waits for it, and tells the scheduler. It began when the one before it ended."""
-        batch, error, sampled = flight.batch, flight.error, []
+        batch, error, launched = flight.batch, flight.error, flight.launched
+        sampled, seconds = [], None
         started = max(flight.started, self._landed)
         try:
-            if flight.launched is not None:
-                sampled = flight.launched.collect()
+            if launched is not None:
+                sampled = launched.collect()
+                seconds = launched.seconds() if launched.seconds is not None else None
         except Exception as e:
             error = e
         self.num_steps += 1
         self._landed = self._clock()
         if error is not None:
             return self._fail(batch, error, started)
-        measured = flight.launched.seconds if flight.launched is not None else None
-        seconds = self._landed - started if measured is None else measured()
+        if seconds is None:
+            seconds = self._landed - started
         self.times.observe(batch.num_tokens, seconds)
         stuck = [(s.seq, t.why) for s, t in zip(batch.slices, sampled, strict=True) if isinstance(t, Stuck)]
         tokens = [t if isinstance(t, Token) else None for t in sampled]
