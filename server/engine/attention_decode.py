@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+NO_ROW = -1  # in place of where a row's blocks begin: nothing is read or written for it
+
 _TILE = 64  # tokens
 _LOG2E = 1.4426950408889634
 
 
-def _splits(rows: int) -> tuple[int, int]:
+def most_shares(rows: int) -> tuple[int, int]:
     """(most shares of a row, least tokens of a share): many where rows are few, else only for long contexts."""
     if rows <= 8:
         return 32, _TILE
@@ -45,9 +47,10 @@ def _attend_kernel(
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions_ptr + row) + 1
+    begin = tl.load(starts_ptr + row)
     low, start, stop, used = _range(length, split, WINDOW, SPLITS, LEAST, TILE)
-    if start < stop:
-        table = blocks_ptr + tl.load(starts_ptr + row)
+    if (begin >= 0) & (start < stop):
+        table = blocks_ptr + begin
         group, dim, tile = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, TILE)
         heads = row * num_kv_heads * GROUP + head * GROUP + group
         mask = group[:, None] < GROUP
@@ -80,13 +83,14 @@ def _attend_kernel(
 
 @triton.jit
 def _join_kernel(
-    part_ptr, weight_ptr, out_ptr, positions_ptr, num_heads,
+    part_ptr, weight_ptr, out_ptr, positions_ptr, starts_ptr, num_heads,
     DIM: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions_ptr + row) + 1
+    begin = tl.load(starts_ptr + row)
     _, _, _, used = _range(length, 0, WINDOW, SPLITS, LEAST, TILE)
-    if used > 1:
+    if (begin >= 0) & (used > 1):
         split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
         at = (row * num_heads + head) * SPLITS + split
         weight = tl.load(weight_ptr + at, mask=split < used, other=-1e30)
@@ -105,14 +109,16 @@ def attend_decode(
     scaling: float,
     window: int | None,
     out: torch.Tensor,
+    shares: tuple[int, int] | None = None,
 ) -> None:
     """`query` and `out` are [rows, heads, head_dim], contiguous; row i is the token at `positions[i]` of a sequence
-    whose blocks begin at `blocks[starts[i]]`. `kv` are the views of `KVCachePool.layer`."""
+    whose blocks begin at `blocks[starts[i]]`. `kv` are the views of `KVCachePool.layer`. `shares` as `most_shares`
+    gives them, where `rows` does not say how many rows there are."""
     k, v = kv
     rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k.shape[1], k.shape[2]
     group = num_heads // num_kv_heads
-    splits, least = _splits(rows)
+    splits, least = shares or most_shares(rows)
     part = torch.empty(rows * num_heads * splits * head_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * num_heads * splits, dtype=torch.float32, device=query.device)
     _attend_kernel[(rows, num_kv_heads, splits)](
@@ -122,6 +128,6 @@ def attend_decode(
         WINDOW=window or 0, SPLITS=splits, LEAST=least, num_warps=2, num_stages=3,
     )  # fmt: skip
     _join_kernel[(rows, num_heads)](
-        part, weight, out, positions, num_heads,
+        part, weight, out, positions, starts, num_heads,
         DIM=head_dim, TILE=_TILE, WINDOW=window or 0, SPLITS=splits, LEAST=least, num_warps=1,
     )  # fmt: skip

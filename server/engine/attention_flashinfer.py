@@ -8,6 +8,7 @@ Imported on CUDA only.
 
 import itertools
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import flashinfer
@@ -16,7 +17,7 @@ import torch
 
 from server.engine import kernels
 from server.engine.attention import BatchMeta
-from server.engine.attention_decode import attend_decode
+from server.engine.attention_decode import NO_ROW, attend_decode
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.errors import ModelError
 
@@ -29,8 +30,8 @@ class StepBuffer:
     """What a step needs on the device, as int32 in pinned memory, and one copy of it.
 
     In this order, `size` numbers each, zeros where a step has fewer: token ids, positions, slots, tokens whose logits
-    are wanted, where each row's blocks begin; then the blocks of all rows. So padding is token 0 at position 0, written
-    to the null block.
+    are wanted, where the blocks of each decode row begin; then the blocks of all rows. So padding is token 0 at
+    position 0, written to the null block. In a step that has prompts, too, rows that do not decode begin at NO_ROW.
     """
 
     _SECTIONS = 5
@@ -62,10 +63,12 @@ class StepBuffer:
         """The copy of the step before must be done (`FlashInferAttention.wait`)."""
         if not self.holds(size, len(blocks)):
             self._reserve(2 * self.capacity(size, len(blocks)))
-        starts = [0, *itertools.accumulate(map(len, meta.block_tables))][:-1]
+        starts = [0, *itertools.accumulate(map(len, meta.block_tables[: meta.num_decode]))][:-1]
         for i, values in enumerate((meta.token_ids, meta.positions, meta.slot_mapping, keep, starts)):
             self.numbers[i * size : i * size + len(values)] = array("i", values)
             self.numbers[i * size + len(values) : (i + 1) * size] = 0
+        if meta.num_decode < len(meta.context_lens):
+            self.numbers[4 * size + meta.num_decode : 5 * size] = NO_ROW
         start = self._SECTIONS * size
         self.numbers[start : start + len(blocks)] = blocks
 
@@ -177,21 +180,35 @@ class FlashInferAttention:
 
     def attend(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """[tokens, heads, head_dim], whose K and V are in the pool. Rows after those of the step give zeros."""
+        assert self._meta is not None
+        if num_decode := self._meta.num_decode:
+            self.decode(query[:num_decode], layer, self._inputs, out[:num_decode])
+        self.prompts(query, out)(layer)
+
+    def prompts(self, query: torch.Tensor, out: torch.Tensor) -> Callable[[int], None]:
+        """What prompts have of `attend`, a layer at a time, in a step whose layers share `query` and `out`."""
         meta = self._meta
         assert meta is not None
         num_decode, used = meta.num_decode, len(meta.token_ids)
-        if num_decode:
-            self.decode(query[:num_decode], layer, self._inputs, out[:num_decode])
-        if used > num_decode:
-            self._prompts.run(query[num_decode:used], self.layers[layer], out=out[num_decode:used])
         if used < out.shape[0]:
             out[used:].zero_()  # a NaN there would reach the null block
+        if used == num_decode:
+            return lambda layer: None
+        query, out = query[num_decode:used], out[num_decode:used]
+        return lambda layer: self._prompts.run(query, self.layers[layer], out=out)
 
-    def decode(self, query: torch.Tensor, layer: int, inputs: StepInputs, out: torch.Tensor) -> None:
+    def decode(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        inputs: StepInputs,
+        out: torch.Tensor,
+        shares: tuple[int, int] | None = None,
+    ) -> None:
         """`attend` for rows of one token."""
         attend_decode(
             query, self.layers[layer], inputs.positions, inputs.starts, inputs.blocks,
-            self.scaling, self.spec.sliding_window, out,
+            self.scaling, self.spec.sliding_window, out, shares,
         )  # fmt: skip
 
     def run(

@@ -61,12 +61,12 @@ class CudaOps:
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         out = self._empty(qkv)
-        self.attend_into(qkv, index, out)
+        self._attend(self.heads(qkv), index, self.heads(out))
         return out
 
-    def attend_into(self, queries: torch.Tensor, index: int, out: torch.Tensor) -> None:
-        heads = (-1, self._weights.num_heads, self._weights.head_dim)
-        self._attend(queries.view(heads), index, out.view(heads))
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, head_dim] of what goes into attention or comes out of it."""
+        return x.view(-1, self._weights.num_heads, self._weights.head_dim)
 
     def piece_buffers(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(queries, attended) for `PieceGraphs`."""

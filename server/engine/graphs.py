@@ -2,8 +2,9 @@
 
 1. A step that only decodes replays one whole graph: the smallest batch bucket that holds it. Padding rows are token 0
    of the null block.
-2. Any other step of up to 1024 tokens replays the pieces between attentions, by token bucket; attention itself
-   runs as planned for the rows that are there. So launches cost little, whatever the mix of rows.
+2. Any other step of up to 1024 tokens replays the pieces between the attentions of its prompts, by token bucket; those
+   run as planned for what is there. Where rows decode beside them, their attention is in the pieces, for as many
+   rows as may come: those that are not there end at once. So launches cost little, whatever the mix of rows.
 3. A longer step runs launch by launch: the device is busy for longer than the launches take.
 
 `prepare` records them all, the largest first, in one memory pool. Before it, every step runs launch by launch.
@@ -21,8 +22,9 @@ import torch
 
 from server.engine import kernels
 from server.engine.attention import BatchMeta
+from server.engine.attention_decode import most_shares
 from server.engine.attention_flashinfer import FlashInferAttention, StepBuffer, StepInputs, block_list, padded
-from server.engine.cuda_ops import Attend, CudaOps
+from server.engine.cuda_ops import CudaOps
 from server.engine.forward import Forward, TransformersForward
 from server.engine.fused import FusedModel, FusedWeights
 from server.engine.kv_cache import KVCachePool
@@ -31,6 +33,7 @@ from server.engine.limits import PIECE_TOKENS
 logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
+_FEW_ROWS = 32  # decode beside prompts, as a rule: long contexts are shared out as for so many
 
 
 def decode_buckets(max_running: int) -> list[int]:
@@ -108,16 +111,26 @@ class DecodeGraph:
 
 
 class PieceGraphs:
-    """What stands between attentions, for up to as many tokens as `inputs` has. What goes into attention and comes out
-    of it lies in `queries` and `attended`, at least that many rows each, which all sizes share."""
+    """What stands between the attentions of prompts, for up to as many tokens as `inputs` has; the attention of the
+    first `rows` is in it, as far as they decode. What goes into attention and comes out of it lies in `queries` and
+    `attended`, at least that many tokens each, which all sizes share."""
 
     def __init__(
-        self, model: FusedModel, ops: CudaOps, inputs: StepInputs, queries: torch.Tensor, attended: torch.Tensor
+        self,
+        model: FusedModel,
+        ops: CudaOps,
+        attention: FlashInferAttention,
+        inputs: StepInputs,
+        rows: int,
+        queries: torch.Tensor,
+        attended: torch.Tensor,
     ) -> None:
         size = inputs.token_ids.shape[0]
         self._model = model
         self._ops = ops
+        self._attention = attention
         self._inputs = inputs
+        self._rows = min(rows, size)
         self._queries, self._attended = queries[:size], attended[:size]
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._residual: torch.Tensor
@@ -127,12 +140,26 @@ class PieceGraphs:
         last = len(self._model.weights.layers) - 1
         self._ops.begin_step(self._inputs, lambda query, layer, out: None, self._queries)
         for _ in range(_WARM_UPS):
-            residual, _ = self._model.enter(token_ids)
+            residual = self._enter(token_ids)
             if last:
-                self._model.between(0, self._attended, residual)
-        self._residual, _ = self._record(pool, stream, lambda: self._model.enter(token_ids))
+                self._between(0, residual)
+        self._residual = self._record(pool, stream, lambda: self._enter(token_ids))
         for index in range(last):
-            self._record(pool, stream, functools.partial(self._model.between, index, self._attended, self._residual))
+            self._record(pool, stream, functools.partial(self._between, index, self._residual))
+
+    def _enter(self, token_ids: torch.Tensor) -> torch.Tensor:
+        residual, _ = self._model.enter(token_ids)
+        self._decode(0)
+        return residual
+
+    def _between(self, index: int, residual: torch.Tensor) -> None:
+        self._model.between(index, self._attended, residual)
+        self._decode(index + 1)
+
+    def _decode(self, layer: int) -> None:
+        if rows := self._rows:
+            query, out = self._ops.heads(self._queries[:rows]), self._ops.heads(self._attended[:rows])
+            self._attention.decode(query, layer, self._inputs, out, most_shares(min(rows, _FEW_ROWS)))
 
     def _record(self, pool: Any, stream: torch.cuda.Stream, piece: Callable[[], Any]) -> Any:
         graph = torch.cuda.CUDAGraph()
@@ -141,12 +168,12 @@ class PieceGraphs:
         self._graphs.append(graph)
         return result
 
-    def replay(self, attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As `FusedModel.forward`; attention is planned."""
-        self._ops.begin_step(self._inputs, attend)
+        attend = self._attention.prompts(self._ops.heads(self._queries), self._ops.heads(self._attended))
         for index, graph in enumerate(self._graphs):
             graph.replay()
-            self._ops.attend_into(self._queries, index, self._attended)
+            attend(index)
         return self._residual, self._attended
 
 
@@ -158,7 +185,8 @@ class CudaForward:
         self._model = FusedModel(weights, self._ops)
         self._max_running = max_running
         self._decodes: dict[int, DecodeGraph] = {}
-        self._pieces: dict[int, PieceGraphs] = {}
+        self._pieces: dict[int, PieceGraphs] = {}  # of steps in which nothing decodes
+        self._mixed: dict[int, PieceGraphs] = {}
         self._next: NextDecode | None = None
 
     def logits(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
@@ -207,8 +235,9 @@ class CudaForward:
 
     def _other(self, meta: BatchMeta, keep: list[int]) -> torch.Tensor | None:
         blocks = block_list(meta)
-        size, buffer = _bucket(self._pieces, len(meta.token_ids)), self._fixed
-        pieces = self._pieces.get(size) if buffer.holds(size, len(blocks)) else None
+        graphs, buffer = self._mixed if meta.num_decode else self._pieces, self._fixed
+        size = _bucket(graphs, len(meta.token_ids)) if meta.num_decode <= self._max_running else 0
+        pieces = graphs.get(size) if buffer.holds(size, len(blocks)) else None
         if pieces is None:
             size, buffer = padded(len(meta.token_ids)), self._attention.buffer
         buffer.fill(meta, size, keep, blocks)
@@ -218,7 +247,7 @@ class CudaForward:
         self._attention.plan_rows(meta, inputs)
         self._attention.mark()
         if pieces is not None:
-            residual, attended = pieces.replay(self._attention.attend)
+            residual, attended = pieces.replay()
         else:
             self._ops.begin_step(inputs, self._attention.attend)
             residual, attended = self._model.forward(inputs.token_ids)
@@ -243,9 +272,10 @@ class CudaForward:
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sorted(pieces, reverse=True)):
             progress(f"graphs: {size} tokens", done / (len(pieces) + len(decodes)))
-            piece = PieceGraphs(self._model, self._ops, self._fixed.inputs(size), *between)
-            piece.capture(pool, stream)
-            self._pieces[size] = piece
+            for graphs, rows in ((self._pieces, 0), (self._mixed, self._max_running)):
+                piece = PieceGraphs(self._model, self._ops, self._attention, self._fixed.inputs(size), rows, *between)
+                piece.capture(pool, stream)
+                graphs[size] = piece
         for done, size in enumerate(sorted(decodes, reverse=True), len(pieces)):
             progress(f"graphs: decode of {size}", done / (len(pieces) + len(decodes)))
             decode = DecodeGraph(self._model, self._ops, self._attention, self._fixed.inputs(size))
