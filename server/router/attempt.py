@@ -199,6 +199,9 @@ class Attempt:
             case SeqToken():
                 if event.id != self.id:
                     return
+                if (known := self._known(event.index)) not in (None, event.token.id):
+                    self._go_anew()
+                    return
                 if event.index >= len(self._said):
                     self._ahead.setdefault(event.index, event.token)
                 if event.index == self._first:
@@ -216,6 +219,12 @@ class Attempt:
                 raise timed_out(self._deadline_s)
             case (name, done) if done.id == self.id:
                 self._done(name, done)
+
+    def _known(self, index: int) -> int | None:
+        if index < len(self._said):
+            return self._said[index]
+        token = self._ahead.get(index)
+        return None if token is None else token.id
 
     def _done(self, name: str, done: Done) -> None:
         record = self.record
@@ -263,9 +272,21 @@ class Attempt:
             self.route.prefill.send(Abort(self.id, "decode worker lost"))
         if worker is None:
             raise unavailable(f"worker {lost.name} was lost while it held this request", "worker_lost")
+        self._has_begun_again = True
+        self._read_anew(worker)
+
+    def _go_anew(self) -> None:
+        """Two workers have said different tokens at one index: decode began alone (prefill fell silent or was lost) when
+        the client had tokens that decode had not been told. Bfloat16 rounds by the batch, so that its own may differ,
+        and what follows belongs to those. It reads the client's, and goes on behind them."""
+        for worker in self.route.workers:
+            if self._leave(worker):
+                worker.send(Abort(self.id, "the client has other tokens"))
+        self._read_anew(self.route.worker)
+
+    def _read_anew(self, worker: Worker) -> None:
         num_known = len(self._output())
         self._ahead = {index: token for index, token in self._ahead.items() if index < num_known}
-        self._has_begun_again = True
         self.plan = Plan(Route(worker), len(self._prompt) + num_known)
         self.id = SeqId(self.id.router, self.id.seq, self.id.attempt + 1)
         self._send()

@@ -46,6 +46,7 @@ class FakeWorker:
         self.reply = reply
         self.stepwise = False
         self.runs_ahead = False  # the prefill side says more than token 0
+        self.goes_wrong = False  # unless it is told the tokens so far, its own are other ones
         self.is_silent = False
         self.error = ""
         self.error_reason = "error"
@@ -170,6 +171,8 @@ class FakeWorker:
         elif isinstance(message, Decode) and len(ids) == 1:
             return  # the prefill side has told it to drop its grant
         known = message.output if isinstance(message, Prefill) else []
+        if self.goes_wrong and not known and not _is_probe(message):
+            ids = [token_id + 1 for token_id in ids]
         for index, token_id in enumerate(ids):
             if index < len(known):
                 continue

@@ -318,6 +318,35 @@ async def test_prefill_that_runs_ahead(start: Start, how: str) -> None:
     await nothing_open(cluster)
 
 
+async def test_decode_that_began_with_other_tokens(start: Start) -> None:
+    """1. Prefill has run ahead, and the client has some tokens, when it falls silent. 2. Decode begins by itself, knows
+    none of them, and its own are other ones. 3. It is told what the client has: what follows is of one piece."""
+    cluster = await start(prefill=1, decode=1)
+    ids = cluster.say(HELLO)
+    cluster.prefill.stepwise = cluster.decode.stepwise = True
+    cluster.prefill.runs_ahead = cluster.decode.goes_wrong = True
+    reader, writer = await begin_stream(cluster, return_token_ids=True)
+    (asked,) = await cluster.prefill.saw(Prefill)
+    cluster.prefill.step(3)
+    head = await read_until(reader, b'"content":","')
+    cluster.decode.step(1)
+    (anew,) = await cluster.decode.saw(Prefill)
+    assert (anew.id, anew.decode) == (SeqId(asked.id.router, asked.id.seq, asked.id.attempt + 1), "")
+    assert anew.output == ids[: len(anew.output)]
+    assert len(anew.output) >= 2
+    for fake in (cluster.prefill, cluster.decode):
+        assert [abort.id for abort in await fake.saw(Abort)] == [asked.id]
+    cluster.decode.step(100)
+    whole = (head + await reader.read()).decode()
+    writer.close()
+    said = [int(id) for part in re.findall(r'"token_ids":\[([^]]*)\]', whole) for id in part.split(",") if id]
+    assert said == ids
+    assert '"error"' not in whole
+    record = (await cluster.request("GET", "/admin/requests", headers=ADMIN)).json["requests"][0]
+    assert (record["path"], record["decode"], record["output_tokens"]) == ("colocated", "decode-0", len(ids))
+    await nothing_open(cluster)
+
+
 async def test_the_record_of_a_cut(start: Start) -> None:
     cluster = await start(prefill=1, decode=1)
     cluster.prefill.stages = {"ahead": 0.25, "cut": 1.0}
