@@ -199,7 +199,7 @@ class Attempt:
             case SeqToken():
                 if event.id != self.id:
                     return
-                if (known := self._known(event.index)) not in (None, event.token.id):
+                if self._known(event.index) not in (None, event.token.id):
                     self._go_anew()
                     return
                 if event.index >= len(self._said):
@@ -276,7 +276,7 @@ class Attempt:
         self._read_anew(worker)
 
     def _go_anew(self) -> None:
-        """Two workers have said different tokens at one index: decode began alone (prefill fell silent or was lost) when
+        """Two workers have said different tokens at one index: decode began alone (prefill was silent or lost) while
         the client had tokens that decode had not been told. Bfloat16 rounds by the batch, so that its own may differ,
         and what follows belongs to those. It reads the client's, and goes on behind them."""
         for worker in self.route.workers:
