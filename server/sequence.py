@@ -144,7 +144,8 @@ class Sequence:
         """Tokens that no step was given yet, known or coming; 1 for a sequence that decodes. What comes for a prefill
         half is read elsewhere."""
         num_coming = 0 if self.needs_grant else self.num_coming
-        return max(0, self.num_tokens + num_coming - self.num_scheduled)
+        num_pending = len(self.prompt) + len(self.output) + num_coming - self.num_computed - self.num_under_way
+        return max(0, num_pending)
 
     @property
     def num_to_hand_over(self) -> int:
@@ -166,11 +167,10 @@ class Slice:
     seq: Sequence
     start: int
     num_tokens: int
+    samples: bool = field(init=False)  # it reaches the last token, known or coming: its logits give the next one
 
-    @property
-    def samples(self) -> bool:
-        """Whether this step reaches the last token, known or coming, so that its logits give the next one."""
-        return self.start + self.num_tokens >= self.seq.num_tokens
+    def __post_init__(self) -> None:
+        self.samples = self.start + self.num_tokens >= self.seq.num_tokens
 
     @property
     def output_index(self) -> int:

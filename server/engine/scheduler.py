@@ -297,8 +297,9 @@ class Scheduler:
         if slices:
             self._under_way.append(batch)
         for piece in slices:
-            piece.seq.num_coming += piece.samples
-            piece.seq.num_under_way += piece.num_tokens
+            seq = piece.seq
+            seq.num_coming += piece.samples
+            seq.num_under_way += piece.num_tokens
         return batch
 
     def _start_received(self) -> None:
@@ -311,9 +312,10 @@ class Scheduler:
         for seq in tuple(self._roster.running):
             if seq.state is not SeqState.RUNNING or self._admission.is_idle(seq):  # gave way to an older one; or paused
                 continue
-            if not seq.num_pending or (seq.num_coming and self._is_at_its_end(seq, seq.num_coming)):
+            num_pending = seq.num_pending
+            if not num_pending or (seq.num_coming and self._is_at_its_end(seq, seq.num_coming)):
                 continue  # its last chunk, or its last token, is under way
-            if seq.num_pending > 1:
+            if num_pending > 1:
                 prompts.append(seq)
             elif len(slices) < self.limits.token_budget and self._has_slot(seq):
                 slices.append(Slice(seq, seq.num_scheduled, 1))
@@ -382,8 +384,9 @@ class Scheduler:
         """Takes the step's tokens, one a slice. Slices of sequences aborted meanwhile are passed over."""
         self._under_way = [each for each in self._under_way if each is not batch]
         for piece in batch.slices:
-            piece.seq.num_coming -= piece.samples
-            piece.seq.num_under_way -= piece.num_tokens
+            seq = piece.seq
+            seq.num_coming -= piece.samples
+            seq.num_under_way -= piece.num_tokens
         for seq in [seq for seq in self._to_free if not seq.num_under_way]:
             self._to_free.remove(seq)
             self._tables.free(seq)
@@ -424,9 +427,11 @@ class Scheduler:
         return "length" if self._is_at_its_end(seq) else ""
 
     def _is_at_its_end(self, seq: Sequence, num_more: int = 0) -> bool:
+        if len(seq.output) + num_more >= seq.params.max_tokens:
+            return True
+        num_tokens, limit = seq.num_tokens + num_more, self.limits.max_len
         # A prefill half ends by the decode side's pool, which may be larger.
-        max_len = self.limits.max_len if seq.needs_grant else min(self.limits.max_len, self._tables.capacity)
-        return len(seq.output) + num_more >= seq.params.max_tokens or seq.num_tokens + num_more >= max_len
+        return num_tokens >= limit or (num_tokens >= self._tables.capacity and not seq.needs_grant)
 
     def _end(self, seq: Sequence) -> None:
         """Out of the schedule for good."""
