@@ -1,12 +1,13 @@
 """A server whose times are known: a whole router before a played worker that says its tokens by the clock.
 
-The first token leaves `--ttft` ms after the worker has heard of a prompt, and one more each `--tpot` ms. Every moment is
-counted from the first, so delays do not add up. What the router takes before and after comes on top, as it does of any
-stack; its own record (/admin/requests) says how much of that is before the first token.
+The first token leaves `--ttft` ms after the worker has heard of a prompt, and then one each `--tpot` ms. Every moment
+is counted from the first, so delays do not add up. What the router takes comes on top, as it does in any stack; its
+record of a request (/admin/requests) says what the two were together.
 
     python -m bench.steady [--ttft 100] [--tpot 20] [--streams 8] [--core 0]
 
-Says its URL (the admin key is `bench.router.SECRET`), and ends with its stdin; then says how late tokens left, in ms: p50 and p99.
+Says its URL, and ends with its stdin; then says how late tokens left, p50 and p99 in ms. `bench.router.SECRET` is its
+admin key.
 """
 
 import argparse
