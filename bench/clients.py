@@ -9,11 +9,13 @@ openai package, and by llmeter, which wants a virtual environment of its own.
    and go round, so that what the machine does besides hits all alike.
 2. In a turn every user sends one request that is dropped: it opens the connection, and is longer from user to user, so
    that they are not in step. Prompts are all of one length and no two the same: none finds the blocks of another.
-3. After each turn the router is asked for what it recorded of just these requests. A client's figure is compared to
-   that, and these differences to ours: a server that was slower in one client's turns is so in its own record too.
+3. The others work before their request has left and after its answer is here: httpx and pydantic, some ms in each. What
+   passed on the wire between, httpx itself tells: from the last byte written to the head, which comes with a token.
+4. After each turn the router is asked for what it recorded of just these requests. A client's TTFT on the wire and TPOT
+   are taken as shares of that, and these shares compared: where the server was slower, its own record is so too.
 
-`--steady` starts such a server (bench/steady.py) on the first core, and the clients go to the last. Ends with 1 where
-a client is further than `--bar` % from ours, or ours from the router's.
+`--steady` starts a server of known times (bench/steady.py) on the first core, and puts the clients on the last. Ends
+with 1 where a client is further than `--bar` % from ours, or ours from the router's.
 """
 
 import argparse
@@ -92,7 +94,8 @@ def by_openai(args: argparse.Namespace) -> Ask:
     client = AsyncOpenAI(base_url=args.url, api_key=args.key, timeout=120, max_retries=0, http_client=http)
 
     async def ask(said: dict[str, Any]) -> Times:
-        traced.set(seen := {})
+        seen: dict[str, float] = {}
+        traced.set(seen)
         marks, begun = [], time.perf_counter()
         async for event in await client.chat.completions.create(model=args.model, stream=True, **said):
             if event.choices and event.choices[0].delta.content:
@@ -120,7 +123,8 @@ def by_llmeter(args: argparse.Namespace) -> Ask:
     threads = ThreadPoolExecutor(args.c)
 
     def invoke(said: dict[str, Any]) -> Times:
-        traced.set(at := {})
+        at: dict[str, float] = {}
+        traced.set(at)
         seen = endpoint.invoke(said)
         assert not seen.error, seen.error
         first, last = seen.time_to_first_token, seen.time_to_last_token
@@ -132,9 +136,11 @@ def by_llmeter(args: argparse.Namespace) -> Ask:
     return ask
 
 
-async def inside(name: str, args: argparse.Namespace) -> None:
-    """A client's process: a load a line comes in, the times of it go out."""
+async def inside(name: str) -> None:
+    """A client's process: first come the arguments, then a load a line, and its times go out."""
+    args = argparse.Namespace(**json.loads(sys.stdin.readline()))
     ask = dict(zip(CLIENTS, (by_bench, by_openai, by_llmeter), strict=True))[name](args)
+    print("null", flush=True)
 
     async def user(number: int, texts: list[str]) -> list[Times]:
         await ask(body(texts[0], 1 + number * args.output // args.c))
@@ -206,12 +212,13 @@ def measure(args: argparse.Namespace, router: "Client", key: str) -> dict[str, S
     names = [name for name in CLIENTS if name != "llmeter" or args.llmeter]
     seen = {name: Seen() for name in names}
     with ExitStack() as stack:
-        told = json.dumps(vars(args))
         pythons = {"llmeter": args.llmeter}
         talks = {
-            name: stack.enter_context(Talk(pythons.get(name, sys.executable), str(HERE), "--inside", name, told))
+            name: stack.enter_context(Talk(pythons.get(name, sys.executable), str(HERE), "--inside", name))
             for name in names
         }
+        for talk in talks.values():
+            talk.ask(vars(args))
         for number in range(args.rounds):
             for name in names[:: -1 if number % 2 else 1]:
                 times = talks[name].ask(load_of(args, f"{args.seed} {number} {name}"))
@@ -245,7 +252,7 @@ def _percent(ratio: float) -> str:
 
 def main() -> int:
     if sys.argv[1:2] == ["--inside"]:
-        asyncio.run(inside(sys.argv[2], argparse.Namespace(**json.loads(sys.argv[3]))))
+        asyncio.run(inside(sys.argv[2]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stack", nargs="?", help="that runs; the one there is, unless named")
@@ -261,7 +268,6 @@ def main() -> int:
     args = parser.parse_args()
     if not args.steady:
         return show(measure(args, *of_stack(args.stack)), args.bar)
-    from bench.router import SECRET
     from pdctl.client import Client
 
     ttft, tpot = args.steady.split(",")
@@ -272,7 +278,7 @@ def main() -> int:
     except PermissionError:
         note = ", no real-time priority"
     with Talk(*words) as server:
-        router = Client(server.hear(), SECRET.decode())
+        router = Client(*server.hear().split())
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the clients', which inherit it
         seen = measure(args, router, "none")
         p50, p99 = server.end().split()

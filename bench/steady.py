@@ -6,8 +6,7 @@ record of a request (/admin/requests) says what the two were together.
 
     python -m bench.steady [--ttft 100] [--tpot 20] [--streams 8] [--core 0]
 
-Says its URL, and ends with its stdin; then says how late tokens left, p50 and p99 in ms. `bench.router.SECRET` is its
-admin key.
+Says its URL and its admin key, and ends with its stdin; then says how late tokens left, p50 and p99 in ms.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import selectors
 import sys
 from typing import Any, Protocol
 
-from bench.router import PlayedWorker, router_before
+from bench.router import SECRET, PlayedWorker, router_before
 from server.sequence import SeqId, Token
 
 
@@ -58,7 +57,7 @@ async def serve(args: argparse.Namespace) -> None:
 
     async with router_before(played, core=args.core, streams=args.streams) as (worker, _, port):
         gc.freeze()
-        print(f"http://127.0.0.1:{port}", flush=True)
+        print(f"http://127.0.0.1:{port}", SECRET.decode(), flush=True)
         await asyncio.to_thread(sys.stdin.read)
         late = sorted(worker.late) or [0.0]
         print(*(f"{1e3 * late[int(share * len(late))]:.2f}" for share in (0.5, 0.99)), flush=True)
