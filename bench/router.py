@@ -14,6 +14,7 @@ Worker and clients share one loop on the other core: less Python there than in t
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -22,9 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import uvloop
@@ -79,13 +80,18 @@ class PlayedWorker:
                 channel.send(Load(0, 0, 0, 0, 0, 1000, 0, 0, rev=message.rev))
             case Prefill():
                 self.tokens[message.id], self.limits[message.id] = 0, message.params.max_tokens
-                self.progress.set()
                 if message.params.max_tokens <= 2:  # one at a time, and the router's own probe: all at once
                     while message.id in self.tokens:
                         self.step([message.id])
+                else:
+                    self.begin(message.id)
             case Abort():
                 self.tokens.pop(message.id, None)
                 channel.send(AbortAck(message.id))
+
+    def begin(self, id: SeqId) -> None:
+        """Whoever steps has something to do."""
+        self.progress.set()
 
     def step(self, ids: list[SeqId]) -> None:
         """One token of each."""
@@ -106,6 +112,9 @@ async def _beat(channel: Channel) -> None:
     while True:
         channel.send(Heartbeat(steps=1))
         await asyncio.sleep(0.5)
+
+
+W = TypeVar("W", bound=PlayedWorker)
 
 
 class Client(asyncio.Protocol):
@@ -214,55 +223,72 @@ def _cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
     router_core, own_core = (int(core) for core in args.cores.split(","))
     os.sched_setaffinity(0, {own_core})
+    profiler = ["-m", "cProfile", "-s", "tottime", "-o", args.profile] if args.profile else []
+    started = router_before(
+        PlayedWorker, core=router_core, streams=args.streams, profiler=profiler, is_loud=args.verbose
+    )
+    async with started as (worker, process, port):
+        latency = await added_latency(port, worker, args.requests)
+        rates = await throughput(port, worker, psutil.Process(process), args.streams, args.ahead, args.seconds)
+    return {"streams": args.streams, **latency, **rates}
+
+
+@contextlib.asynccontextmanager
+async def router_before(
+    played: Callable[[dict[str, str], list[Token]], W],
+    *,
+    core: int,
+    streams: int,
+    profiler: Sequence[str] = (),
+    is_loud: bool = False,
+) -> AsyncIterator[tuple[W, int, int]]:
+    """A router process on `core` that is ready, before a worker played in this one: the worker, its pid, its port."""
     model_dir = model_store.resolve("smollm2-135m")
     config = Config.model_validate(
-        {"colocated": {"workers": 1}, "router": {"queue_high": 4 * args.streams}, "supervise": {"stop_timeout": 5}}
+        {"colocated": {"workers": 1}, "router": {"queue_high": 4 * streams}, "supervise": {"stop_timeout": 5}}
     )
-    text = Text(model_dir)
-    words = [Token(i, -0.5) for i in text.tokenizer.encode(PROSE).ids]
-    worker = PlayedWorker(text_facts(model_dir, config.model.path), words)
-    (folder / "secret").write_bytes(SECRET)
-    address = f"unix:{folder}/colocated-0.sock"
-    server = await serve(address, worker.handle)
-    listener = socket.create_server(("127.0.0.1", 0))
-    boot = Boot(
-        "router",
-        config,
-        str(model_dir),
-        str(folder),
-        str(folder / "secret"),
-        {"colocated-0": address},
-        listen_fd=listener.fileno(),
-    )
-    boot.save(folder / "boot.json")
-    profiler = ["-m", "cProfile", "-s", "tottime", "-o", args.profile] if args.profile else []
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        *profiler,
-        "-m",
-        "server.router",
-        "--boot",
-        str(folder / "boot.json"),
-        pass_fds=(listener.fileno(),),
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},  # as the supervisor has it
-        stderr=subprocess.DEVNULL if not args.verbose else None,
-    )
-    port = listener.getsockname()[1]
-    listener.close()
-    try:
-        os.sched_setaffinity(process.pid, {router_core})
-        await _ready(port)
-        latency = await added_latency(port, worker, args.requests)
-        rates = await throughput(port, worker, psutil.Process(process.pid), args.streams, args.ahead, args.seconds)
-    finally:
-        process.terminate()
-        await asyncio.wait_for(process.wait(), 20)
-        server.close()
-    return {"streams": args.streams, **latency, **rates}
+    words = [Token(i, -0.5) for i in Text(model_dir).tokenizer.encode(PROSE).ids]
+    worker = played(text_facts(model_dir, config.model.path), words)
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as listener:
+        folder = Path(name)
+        (folder / "secret").write_bytes(SECRET)
+        address = f"unix:{folder}/colocated-0.sock"
+        server = await serve(address, worker.handle)
+        boot = Boot(
+            "router",
+            config,
+            str(model_dir),
+            name,
+            str(folder / "secret"),
+            {"colocated-0": address},
+            listen_fd=listener.fileno(),
+        )
+        boot.save(folder / "boot.json")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            *profiler,
+            "-m",
+            "server.router",
+            "--boot",
+            str(folder / "boot.json"),
+            pass_fds=(listener.fileno(),),
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},  # as the supervisor has it
+            stderr=None if is_loud else subprocess.DEVNULL,
+        )
+        port = listener.getsockname()[1]
+        listener.close()
+        try:
+            os.sched_setaffinity(process.pid, {core})
+            await _ready(port)
+            yield worker, process.pid, port
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 20)
+            server.close()
 
 
 async def _ready(port: int) -> None:
@@ -288,8 +314,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="the router's log, on stderr")
     parser.add_argument("--check", action="store_true", help="exit 1 below the goals")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = uvloop.run(measure(args, Path(folder)))
+    result = uvloop.run(measure(args))
     print(json.dumps(result))
     is_good = result["added_p50_ms"] < MAX_ADDED_MS and result["tokens_s"] >= MIN_TOKENS_S
     return 0 if is_good or not args.check else 1
