@@ -203,7 +203,6 @@ class Generator:
             lead.has_read.set()
             yield [Output(index, Delta(), "length")]
             return
-        decoder = self._decoder(request, prompt, params)
         stop: str | int | None = None
         last_id = -1
         same = lead.attempt.plan if lead.attempt is not None else None
@@ -211,6 +210,7 @@ class Generator:
         attempt = self._dispatcher.open(plan, prompt, params, record, salt=job.salt, deadline_s=self._timeout_s)
         lead.attempt = lead.attempt or attempt
         async with attempt:
+            decoder = self._decoder(request, prompt, params)  # while the worker reads the prompt
             job.workers.append(attempt.route.worker)
             last: Delta | None = None
             while last is None and await attempt.more():

@@ -117,16 +117,23 @@ def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
 
 async def read_body(request: Request) -> bytes:
     """Raises ApiError 413."""
-    too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdecimal() and int(length) > MAX_BODY:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
+        raise _too_large()
+    body, is_whole = bytearray(), False
+    while not is_whole:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
         if len(body) > MAX_BODY:
-            raise too_large
+            raise _too_large()
+        is_whole = not message.get("more_body", False)
     return bytes(body)
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
