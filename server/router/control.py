@@ -64,7 +64,7 @@ class Control:
         self._drained = drained
         for name in drained.read():
             if (worker := self._workers.all.get(name)) is not None:
-                worker.is_draining = True
+                self._workers.drain(worker, True)
         self._events = events
         self._keys = keys
 

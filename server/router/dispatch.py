@@ -52,6 +52,8 @@ class Dispatcher:
         self._number = itertools.count(1)
         self._first_tokens: deque[float] = deque(maxlen=10_000)
         self.routes: list[Route] = []
+        self._open: list[Route] = []  # of them, as of so many changes of the workers
+        self._num_changes = -1
         self.find_routes()
 
     def use_knobs(self, values: Mapping[str, Value]) -> None:
@@ -69,22 +71,27 @@ class Dispatcher:
         workers = self.workers
         pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
         self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+        self._num_changes = -1
         workers.changed.set()
 
     def prove(self, route: Route, instances: tuple[str, str]) -> None:
         self._proven[route.name] = instances
+        self._num_changes = -1
         self.workers.reported.beat()
 
     def is_proven(self, route: Route) -> bool:
         return route.is_connected and self._proven.get(route.name) == route.instances
 
-    def is_open(self, route: Route) -> bool:
-        """Proven, and nobody wants a worker of it free of work."""
-        return self.is_proven(route) and not any(worker.is_draining for worker in route.workers)
+    def _open_routes(self) -> list[Route]:
+        """Proven, and nobody wants a worker of it free of work. Every request asks, and few workers come or go."""
+        if self._num_changes != self.workers.num_changes:
+            self._num_changes = self.workers.num_changes
+            self._open = [r for r in self.routes if self.is_proven(r) and not any(w.is_draining for w in r.workers)]
+        return self._open
 
     @property
     def can_serve(self) -> bool:
-        return any(map(self.is_open, self.routes)) or bool(self._alone())
+        return bool(self._open_routes() or self._alone())
 
     @property
     def is_recovering(self) -> bool:
@@ -117,7 +124,7 @@ class Dispatcher:
         when no worker can take it."""
         if same is not None and all(w.is_connected and not w.is_draining for w in same.route.workers):
             return same.again()
-        pairs = [route for route in self.routes if route.prefill is not None and self.is_open(route)]
+        pairs = [route for route in self._open_routes() if route.prefill is not None]
         alone = [Route(worker) for worker in self._alone()]
         plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle), now=time.monotonic())
         if plan is None:
@@ -148,7 +155,7 @@ class Dispatcher:
     def _alone(self) -> list[Worker]:
         """Who can do a whole sequence: the colocated pool; without one, whom a pair has proven, decode workers always
         and prefill workers while they rest."""
-        pool = [r.worker for r in self.routes if r.prefill is None and self.is_open(r)]
+        pool = [route.worker for route in self._open_routes() if route.prefill is None]
         if pool:
             return pool
         proven = {
