@@ -52,7 +52,9 @@ class Dispatcher:
         self._number = itertools.count(1)
         self._first_tokens: deque[float] = deque(maxlen=10_000)
         self.routes: list[Route] = []
-        self._open: list[Route] = []  # of them, as of so many changes of the workers
+        self._pairs: list[Route] = []  # of them, those that carry work, as of `_num_changes` of the workers
+        self._pool: list[Route] = []
+        self._ends: list[Route] = []  # without a pool: each worker of a proven pair
         self._num_changes = -1
         self.find_routes()
 
@@ -82,16 +84,24 @@ class Dispatcher:
     def is_proven(self, route: Route) -> bool:
         return route.is_connected and self._proven.get(route.name) == route.instances
 
-    def _open_routes(self) -> list[Route]:
-        """Proven, and nobody wants a worker of it free of work. Every request asks, and few workers come or go."""
-        if self._num_changes != self.workers.num_changes:
-            self._num_changes = self.workers.num_changes
-            self._open = [r for r in self.routes if self.is_proven(r) and not any(w.is_draining for w in r.workers)]
-        return self._open
+    def _look(self) -> None:
+        """Who carries work: proven, and nobody wants it free of work. Every request asks; few workers come or go."""
+        if self._num_changes == self.workers.num_changes:
+            return
+        self._num_changes = self.workers.num_changes
+        routes = [r for r in self.routes if self.is_proven(r) and not any(w.is_draining for w in r.workers)]
+        self._pairs = [route for route in routes if route.prefill is not None]
+        self._pool = [route for route in routes if route.prefill is None]
+        proven = {
+            end for name, instances in self._proven.items() for end in zip(name.split(">"), instances, strict=False)
+        }
+        ends = [*self.workers.with_role("decode"), *self.workers.with_role("prefill")]
+        self._ends = [Route(w) for w in ends if w.is_connected and not w.is_draining and (w.name, w.instance) in proven]
 
     @property
     def can_serve(self) -> bool:
-        return bool(self._open_routes() or self._alone())
+        self._look()
+        return bool(self._pairs or self._alone())
 
     @property
     def is_recovering(self) -> bool:
@@ -124,9 +134,8 @@ class Dispatcher:
         when no worker can take it."""
         if same is not None and all(w.is_connected and not w.is_draining for w in same.route.workers):
             return same.again()
-        pairs = [route for route in self._open_routes() if route.prefill is not None]
-        alone = [Route(worker) for worker in self._alone()]
-        plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle), now=time.monotonic())
+        alone = self._alone()
+        plan = self.chooser.plan(prompt, salt, self._pairs, alone, self._pinned(handle), now=time.monotonic())
         if plan is None:
             raise no_worker()
         return plan
@@ -152,17 +161,11 @@ class Dispatcher:
             if moved:
                 self.on_threshold(self.chooser.crossover.tokens)
 
-    def _alone(self) -> list[Worker]:
+    def _alone(self) -> list[Route]:
         """Who can do a whole sequence: the colocated pool; without one, whom a pair has proven, decode workers always
         and prefill workers while they rest."""
-        pool = [route.worker for route in self._open_routes() if route.prefill is None]
-        if pool:
-            return pool
-        proven = {
-            end for name, instances in self._proven.items() for end in zip(name.split(">"), instances, strict=False)
-        }
-        pairs = [*self.workers.with_role("decode"), *filter(self._is_rested, self.workers.with_role("prefill"))]
-        return [w for w in pairs if w.is_connected and not w.is_draining and (w.name, w.instance) in proven]
+        self._look()
+        return self._pool or [end for end in self._ends if end.worker.role == "decode" or self._is_rested(end.worker)]
 
     def _is_rested(self, worker: Worker) -> bool:
         """What it decoded would stall while it reads for others, and make that wait: it does one or the other."""
@@ -202,7 +205,8 @@ class Dispatcher:
         """Who does the rest of a sequence whose worker is gone: one that does whole ones, with the least to do; without
         any its prefill worker, whatever else that is for."""
         prefill = [w for w in route.workers if w is route.prefill and w.is_connected]
-        return min(self._alone() or prefill, key=lambda worker: len(worker.open), default=None)
+        alone = [end.worker for end in self._alone()]
+        return min(alone or prefill, key=lambda worker: len(worker.open), default=None)
 
     # the queue
 
