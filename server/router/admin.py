@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.metrics import RouterMetrics
-from server.router.app import guarded
+from server.router.app import route
 from server.router.choice import Chooser
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request, no_worker, unavailable
@@ -66,8 +66,9 @@ class Health:
 
     def turned_away(self) -> ApiError | None:
         """As `refusal`, but that a request may wait for a worker that is coming back."""
-        is_waiting = self.state == "no worker" and self._dispatcher.is_worth_waiting
-        return None if is_waiting else self.refusal()
+        refusal = self.refusal()
+        is_coming = refusal is not None and refusal.error_code == "no_worker" and self._dispatcher.is_worth_waiting
+        return None if is_coming else refusal
 
 
 class Admin:
@@ -98,16 +99,16 @@ class Admin:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/livez", self.livez),
-            Route("/startupz", self.startupz),
-            Route("/readyz", self.readyz),
-            Route("/health", self.health),
-            Route("/version", self.version),
-            Route("/metrics", self.metrics),
-            Route("/openapi.json", self.spec),
-            Route("/admin/state", guarded(self.state)),
-            Route("/admin/requests", guarded(self.requests)),
-            Route("/admin/requests/{name}", guarded(self.request)),
+            route("/livez", self.livez),
+            route("/startupz", self.startupz),
+            route("/readyz", self.readyz),
+            route("/health", self.health),
+            route("/version", self.version),
+            route("/metrics", self.metrics),
+            route("/openapi.json", self.spec),
+            route("/admin/state", self.state),
+            route("/admin/requests", self.requests),
+            route("/admin/requests/{name}", self.request),
         ]
 
     # open

@@ -8,15 +8,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
 from server.router import checks, openai
 from server.router.chat import ChatFormat
@@ -62,14 +62,14 @@ class Api:
     def routes(self) -> list[Route]:
         """Each is tried in turn: first those that are asked for often."""
         return [
-            Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
-            Route("/v1/completions", guarded(self.completions), methods=["POST"]),
-            Route("/v1/responses", guarded(self.responses), methods=["POST"]),
-            Route("/v1/models", guarded(self.models)),
-            Route("/v1/models/{name:path}", guarded(self.model)),
-            Route("/v1/responses/{name}", guarded(self.kept_response), methods=["GET", "DELETE", "POST"]),
-            Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
-            Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
+            route("/v1/chat/completions", self.chat, methods=["POST"]),
+            route("/v1/completions", self.completions, methods=["POST"]),
+            route("/v1/responses", self.responses, methods=["POST"]),
+            route("/v1/models", self.models),
+            route("/v1/models/{name:path}", self.model),
+            route("/v1/responses/{name}", self.kept_response, methods=["GET", "DELETE", "POST"]),
+            route("/tokenize", self.tokenize, methods=["POST"]),
+            route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
     # models
@@ -209,25 +209,40 @@ class Api:
         return json_response({"prompt": text})
 
 
-def build(routes: list[Route]) -> Starlette:
+class App(Router):
     """The application without its gate."""
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _unhandled})
 
-
-def guarded(handler: Handler) -> Handler:
-    """The one door through which errors become responses."""
-
-    async def run(request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # within an application, a router raises what it would say in its own words
         try:
-            return await handler(request)
+            await self.app(scope, receive, send)
+        except HTTPException as error:
+            await _http_error(error)(scope, receive, send)
+
+
+def route(path: str, handler: Handler, methods: Sequence[str] = ("GET",)) -> Route:
+    return Route(path, Guarded(handler), methods=methods)
+
+
+class Guarded:
+    """A handler behind the one door through which errors become responses."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._response(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _response(self, request: Request) -> Response:
+        try:
+            return await self._handler(request)
         except ApiError as error:
             return error_response(error)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
             return error_response(_as_api_error(error))
-
-    return run
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -237,17 +252,12 @@ def _as_api_error(error: Exception) -> ApiError:
     return _INTERNAL
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _http_error(error: HTTPException) -> Response:
     if error.status_code == 405:
         return error_response(method_not_allowed((error.headers or {}).get("Allow", "")))
     return error_response(
         ApiError(error.status_code, error.detail, code="not_found" if error.status_code == 404 else None)
     )
-
-
-async def _unhandled(_: Request, error: Exception) -> Response:
-    return error_response(_as_api_error(error))
 
 
 def _job(http: Request, request: openai.Request, name: str, endpoint: str, model: str, num_prompts: int = 1) -> Job:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.router.app import guarded
+from server.router.app import route
 from server.router.audit import DrainRecord
 from server.router.dispatch import Dispatcher
 from server.router.errors import ApiError, bad_request
@@ -64,22 +64,22 @@ class Control:
         self._drained = drained
         for name in drained.read():
             if (worker := self._workers.all.get(name)) is not None:
-                worker.is_draining = True
+                self._workers.drain(worker, True)
         self._events = events
         self._keys = keys
 
     def routes(self) -> list[Route]:
         return [
-            Route("/admin/knobs", guarded(self.knobs), methods=["GET"]),
-            Route("/admin/knobs", guarded(self.change), methods=["PATCH"]),
-            Route("/admin/knobs/undo", guarded(self.undo), methods=["POST"]),
-            Route("/admin/knobs/reset", guarded(self.reset), methods=["POST"]),
-            Route("/admin/audit", guarded(self.audit)),
-            Route("/admin/events", guarded(self.events)),
-            Route("/admin/workers", guarded(self.add_worker), methods=["POST"]),
-            Route("/admin/workers/{name}", guarded(self.remove_worker), methods=["DELETE"]),
-            Route("/admin/workers/{name}/drain", guarded(self.drain), methods=["POST"]),
-            Route("/admin/workers/{name}/resume", guarded(self.resume), methods=["POST"]),
+            route("/admin/knobs", self.knobs, methods=["GET"]),
+            route("/admin/knobs", self.change, methods=["PATCH"]),
+            route("/admin/knobs/undo", self.undo, methods=["POST"]),
+            route("/admin/knobs/reset", self.reset, methods=["POST"]),
+            route("/admin/audit", self.audit),
+            route("/admin/events", self.events),
+            route("/admin/workers", self.add_worker, methods=["POST"]),
+            route("/admin/workers/{name}", self.remove_worker, methods=["DELETE"]),
+            route("/admin/workers/{name}/drain", self.drain, methods=["POST"]),
+            route("/admin/workers/{name}/resume", self.resume, methods=["POST"]),
         ]
 
     async def knobs(self, request: Request) -> Response:

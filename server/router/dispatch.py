@@ -52,6 +52,10 @@ class Dispatcher:
         self._number = itertools.count(1)
         self._first_tokens: deque[float] = deque(maxlen=10_000)
         self.routes: list[Route] = []
+        self._pairs: list[Route] = []  # of them, those that carry work, as of `_num_changes` of the workers
+        self._pool: list[Route] = []
+        self._ends: list[Route] = []  # without a pool: each worker of a proven pair
+        self._num_changes = -1
         self.find_routes()
 
     def use_knobs(self, values: Mapping[str, Value]) -> None:
@@ -69,22 +73,35 @@ class Dispatcher:
         workers = self.workers
         pairs = [Route(d, p) for p in workers.with_role("prefill") for d in workers.with_role("decode")]
         self.routes = [*pairs, *(Route(worker) for worker in workers.with_role("colocated"))]
+        self._num_changes = -1
         workers.changed.set()
 
     def prove(self, route: Route, instances: tuple[str, str]) -> None:
         self._proven[route.name] = instances
+        self._num_changes = -1
         self.workers.reported.beat()
 
     def is_proven(self, route: Route) -> bool:
         return route.is_connected and self._proven.get(route.name) == route.instances
 
-    def is_open(self, route: Route) -> bool:
-        """Proven, and nobody wants a worker of it free of work."""
-        return self.is_proven(route) and not any(worker.is_draining for worker in route.workers)
+    def _look(self) -> None:
+        """Who carries work: proven, and nobody wants it free of work. Every request asks; few workers come or go."""
+        if self._num_changes == self.workers.num_changes:
+            return
+        self._num_changes = self.workers.num_changes
+        routes = [r for r in self.routes if self.is_proven(r) and not any(w.is_draining for w in r.workers)]
+        self._pairs = [route for route in routes if route.prefill is not None]
+        self._pool = [route for route in routes if route.prefill is None]
+        proven = {
+            end for name, instances in self._proven.items() for end in zip(name.split(">"), instances, strict=False)
+        }
+        ends = [*self.workers.with_role("decode"), *self.workers.with_role("prefill")]
+        self._ends = [Route(w) for w in ends if w.is_connected and not w.is_draining and (w.name, w.instance) in proven]
 
     @property
     def can_serve(self) -> bool:
-        return any(map(self.is_open, self.routes)) or bool(self._alone())
+        self._look()
+        return bool(self._pairs or self._alone())
 
     @property
     def is_recovering(self) -> bool:
@@ -117,9 +134,8 @@ class Dispatcher:
         when no worker can take it."""
         if same is not None and all(w.is_connected and not w.is_draining for w in same.route.workers):
             return same.again()
-        pairs = [route for route in self.routes if route.prefill is not None and self.is_open(route)]
-        alone = [Route(worker) for worker in self._alone()]
-        plan = self.chooser.plan(prompt, salt, pairs, alone, self._pinned(handle), now=time.monotonic())
+        alone = self._alone()
+        plan = self.chooser.plan(prompt, salt, self._pairs, alone, self._pinned(handle), now=time.monotonic())
         if plan is None:
             raise no_worker()
         return plan
@@ -145,17 +161,11 @@ class Dispatcher:
             if moved:
                 self.on_threshold(self.chooser.crossover.tokens)
 
-    def _alone(self) -> list[Worker]:
+    def _alone(self) -> list[Route]:
         """Who can do a whole sequence: the colocated pool; without one, whom a pair has proven, decode workers always
         and prefill workers while they rest."""
-        pool = [r.worker for r in self.routes if r.prefill is None and self.is_open(r)]
-        if pool:
-            return pool
-        proven = {
-            end for name, instances in self._proven.items() for end in zip(name.split(">"), instances, strict=False)
-        }
-        pairs = [*self.workers.with_role("decode"), *filter(self._is_rested, self.workers.with_role("prefill"))]
-        return [w for w in pairs if w.is_connected and not w.is_draining and (w.name, w.instance) in proven]
+        self._look()
+        return self._pool or [end for end in self._ends if end.worker.role == "decode" or self._is_rested(end.worker)]
 
     def _is_rested(self, worker: Worker) -> bool:
         """What it decoded would stall while it reads for others, and make that wait: it does one or the other."""
@@ -195,7 +205,8 @@ class Dispatcher:
         """Who does the rest of a sequence whose worker is gone: one that does whole ones, with the least to do; without
         any its prefill worker, whatever else that is for."""
         prefill = [w for w in route.workers if w is route.prefill and w.is_connected]
-        return min(self._alone() or prefill, key=lambda worker: len(worker.open), default=None)
+        alone = [end.worker for end in self._alone()]
+        return min(alone or prefill, key=lambda worker: len(worker.open), default=None)
 
     # the queue
 

@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 LONG = 2000  # tokens
 
 
-@dataclass(slots=True)
-class Output:
+class Output(msgspec.Struct):
     """What choice `index` has to add. `finish_reason` comes once, last, without text."""
 
     index: int
@@ -184,54 +183,26 @@ class Generator:
         ]
         self._recent.add(job.id, job.request_id, job.records)
 
-    async def _choices(self, job: Job) -> AsyncGenerator[list[Output], None]:
+    def _choices(self, job: Job) -> AsyncGenerator[list[Output], None]:
+        """The outputs of all of them, as they come."""
         seed = pick_seed(job.request)
         leads = [Lead() for _ in job.prompts]
         n = job.request.num_choices
         choices = [self._choice(job, index, seed, leads[index // n]) for index in range(len(job.records))]
-        if len(choices) == 1:
-            async with aclosing(choices[0]) as outputs:
-                async for batch in outputs:
-                    yield batch
-            return
-        # Bounded, so that choices wait for a client that does not read, as a single one does.
-        queue: asyncio.Queue[Item] = asyncio.Queue(len(choices))
-        tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
-        try:
-            ended = 0
-            while ended < len(tasks):
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    ended += 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return choices[0] if len(choices) == 1 else _interleaved(choices)
 
     async def _choice(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[list[Output], None]:
-        try:
-            if index % job.request.num_choices:
-                await lead.has_read.wait()
-            async with aclosing(self._outputs(job, index, seed, lead)) as outputs:
-                async for batch in outputs:
-                    yield batch
-        finally:
-            lead.has_read.set()
-
-    async def _outputs(self, job: Job, index: int, seed: int, lead: Lead) -> AsyncGenerator[list[Output], None]:
         request, record = job.request, job.records[index]
         which, choice = divmod(index, request.num_choices)
         prompt, max_tokens = job.prompts[which], job.max_tokens[which]
+        if choice:
+            await lead.has_read.wait()
         params = self._params(job, which, choice, seed)
         if max_tokens == 0 and params.num_prompt_logprobs < 0:  # echo only: nothing for a worker to do
             record.prompt_tokens, record.reason = len(prompt), "length"
+            lead.has_read.set()
             yield [Output(index, Delta(), "length")]
             return
-        decoder = self._decoder(request, prompt, params)
         stop: str | int | None = None
         last_id = -1
         same = lead.attempt.plan if lead.attempt is not None else None
@@ -239,6 +210,7 @@ class Generator:
         attempt = self._dispatcher.open(plan, prompt, params, record, salt=job.salt, deadline_s=self._timeout_s)
         lead.attempt = lead.attempt or attempt
         async with attempt:
+            decoder = self._decoder(request, prompt, params)  # while the worker reads the prompt
             job.workers.append(attempt.route.worker)
             last: Delta | None = None
             while last is None and await attempt.more():
@@ -262,6 +234,7 @@ class Generator:
                 last = decoder.finish()
                 if attempt.reason == "stop" and last_id in (request.stop_token_ids or ()):
                     stop = last_id
+        lead.has_read.set()  # also where it was over before its second token
         # The workers are free of it before the client hears of the end.
         rest = [Output(index, last)] if last.text or last.ids or last.pieces else []
         yield [*rest, Output(index, Delta(), record.reason, stop)]
@@ -310,6 +283,27 @@ class Generator:
             "output_tokens": job.completion_tokens,
         }
         logger.info("%s", job.endpoint, extra={"fields": fields})
+
+
+async def _interleaved(choices: list[AsyncGenerator[list[Output], None]]) -> AsyncGenerator[list[Output], None]:
+    """What several choices say, each from a task of its own. Ends with them, or with the first error of one."""
+    # Bounded, so that choices wait for a client that does not read, as a single one does.
+    queue: asyncio.Queue[Item] = asyncio.Queue(len(choices))
+    tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
+    try:
+        ended = 0
+        while ended < len(tasks):
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                ended += 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _pump(choice: AsyncGenerator[list[Output], None], queue: "asyncio.Queue[Item]") -> None:

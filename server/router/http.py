@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,12 +23,13 @@ from server.router.keys import Keys, Quota
 
 KV_HEADER = "x-pdctl-kv"
 MAX_BODY = 8 * 2**20  # to read it holds the event loop: a tenth of a second for as much
-_STREAM_HEADERS = (  # as sse_starlette writes them
+_STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"connection", b"keep-alive"),
-    (b"x-accel-buffering", b"no"),
+    (b"x-accel-buffering", b"no"),  # proxies such as nginx keep events back otherwise
     (b"content-type", b"text/event-stream; charset=utf-8"),
 )
+_COMMENT = b": \n\n"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
@@ -117,16 +117,23 @@ def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
 
 async def read_body(request: Request) -> bytes:
     """Raises ApiError 413."""
-    too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdecimal() and int(length) > MAX_BODY:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
+        raise _too_large()
+    body, is_whole = bytearray(), False
+    while not is_whole:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
         if len(body) > MAX_BODY:
-            raise too_large
+            raise _too_large()
+        is_whole = not message.get("more_body", False)
     return bytes(body)
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
@@ -160,10 +167,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(EventSourceResponse):
+class EventStream(Response):
     """Server-sent events, whole ones as bytes. `first`: those that are here already, or the task that waits for them.
 
-    LF only and no comments unless `keepalive_s`: both break clients that read line by line.
+    No comments unless `keepalive_s`: they break clients that read line by line.
     """
 
     def __init__(
@@ -174,42 +181,50 @@ class EventStream(EventSourceResponse):
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        # The base class is made ready in `__call__`: what is here already does not wait for that.
+        own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        self.raw_headers = [*own, *_STREAM_HEADERS]
         self._first = first
         self._events = events
         self._keepalive_s = keepalive_s
-        self._own = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Past the layers between: they look at heads. An event would go through each of them.
-        send_body: Send = scope["state"]["send"]
-
-        async def send_rest(message: Message) -> None:
-            if message["type"] != "http.response.start":
-                await send_body(message)
-
         try:
-            if is_begun := isinstance(self._first, bytes) and bool(self._first):
-                own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._own.items()]
-                await send({"type": "http.response.start", "status": 200, "headers": [*own, *_STREAM_HEADERS]})
-                await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            super().__init__(
-                self._all(),
-                sep="\n",
-                ping=self._keepalive_s,
-                ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
-                headers={**self._own, "Cache-Control": "no-cache"},
-            )
-            await super().__call__(scope, receive, send_rest if is_begun else send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if scope["method"] == "HEAD":
+                await send({"type": "http.response.body"})
+                return
+            # Past the layers between: they look at heads. An event would go through each of them.
+            send = scope["state"]["send"]
+            if isinstance(self._first, bytes):
+                await _send_part(send, self._first)  # what is here already waits for nothing
+            await until_disconnect(receive, self._send_rest(send))
+        except ClientDisconnect:
+            pass
         finally:
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
 
-    async def _all(self) -> AsyncGenerator[bytes, None]:
-        if isinstance(self._first, asyncio.Future):
-            yield await self._first
-        async for chunk in self._events:
-            yield chunk
+    async def _send_rest(self, send: Send) -> None:
+        keepalive = asyncio.create_task(_keep_alive(send, self._keepalive_s)) if self._keepalive_s else None
+        try:
+            if isinstance(self._first, asyncio.Future):
+                await _send_part(send, await self._first)
+            async for chunk in self._events:
+                await _send_part(send, chunk)
+        finally:
+            if keepalive is not None:
+                keepalive.cancel()
+        await send({"type": "http.response.body"})
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _keep_alive(send: Send, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        await _send_part(send, _COMMENT)
 
 
 async def close_stream(first: "bytes | asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:

@@ -20,7 +20,7 @@ from server.errors import StartError
 from server.messages import Card
 from server.metrics import RouterMetrics
 from server.router.admin import Admin, Health
-from server.router.app import Api, build
+from server.router.app import Api, App
 from server.router.audit import AuditLog, DrainRecord
 from server.router.control import Control
 from server.router.dispatch import Dispatcher
@@ -121,7 +121,7 @@ class Stack:
             store=store,
         )
         control = Control(tuning, dispatcher, DrainRecord(boot.state_dir, boot.run_id), events, admin_keys)
-        app = build([*api.routes(), *admin.routes(), *control.routes()])
+        app = App([*api.routes(), *admin.routes(), *control.routes()])
         keys, quota = Keys.read(config.router.api_key_file), Quota(config.router.key_max_requests)
         gate = allow_origins(Gate(app, keys, quota, health.turned_away), config.router.cors_origins)
         return cls(gate, workers, dispatcher, prober, health, text, events, tuning, spans)

@@ -14,10 +14,11 @@ import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
@@ -273,13 +274,12 @@ class Piece:
     offset: int
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What one or more tokens added to a choice. `stop` is the stop string found, or the stop token's id."""
 
     text: str = ""
-    pieces: list[Piece] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    pieces: list[Piece] = []
+    ids: list[int] = []
     is_stopped: bool = False
     stop: str | int | None = None
 

@@ -30,13 +30,15 @@ class Pulse:
 
 
 class Workers:
-    """All of them, by name. `changed` is set whenever one connects, goes, or ends being busy."""
+    """All of them, by name. `changed` is set, and `num_changes` grows, whenever one connects, goes, ends being busy, or
+    is to be free of work."""
 
     def __init__(
         self, addresses: dict[str, str], roles: dict[str, str], *, me: Identity, secret: bytes, card: Card
     ) -> None:
         self.me = me
         self.changed = asyncio.Event()
+        self.num_changes = 0
         self.reported = Pulse()
         self.watch: Callable[[Worker], None] = lambda worker: None  # who wants to know of every change of state
         self.greeting: Callable[[], list[AnyMessage]] = list  # the first messages to a worker
@@ -91,6 +93,7 @@ class Workers:
         self._on_change(worker)
 
     def _on_change(self, worker: Worker) -> None:
+        self.num_changes += 1
         self.changed.set()
         self.reported.beat()
         self.watch(worker)

@@ -167,7 +167,17 @@ async def test_events(start: Start) -> None:
     assert "event: knobs\n" in event
     data = json.loads(event.partition("data: ")[2])
     assert (data["by"], data["after"]) == ("alice", {"router.queue_high": 60})
+    assert len(cluster.stack.events._queues) == 1
     writer.close()
+    await until(lambda: not cluster.stack.events._queues)  # who has left is not told any more
+
+
+async def test_a_head_of_events_has_no_body(start: Start) -> None:
+    cluster = await start(colocated=1)
+    answer = await cluster.request("HEAD", "/admin/events", headers=ADMIN)
+    assert (answer.status, answer.body) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert not cluster.stack.events._queues
 
 
 async def test_auto_revert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,3 +327,15 @@ async def test_keepalive_comments_only_when_asked(start: Start) -> None:
     writer.close()
     assert b"worker_lost" in rest
     assert rest.count(b"data: [DONE]") == 1
+
+
+@pytest.mark.parametrize("pools", POOLS, ids=["pd", "colocated"])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_choices_go_on_when_the_first_ends_before_its_second_token(
+    start: Start, pools: dict[str, int], max_tokens: int
+) -> None:
+    """The others wait until it has read the prompt, which on a pair its second token tells; here there is none."""
+    cluster = await start(**pools)
+    whole = (await cluster.complete(n=3, max_tokens=max_tokens, echo=True)).json
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
+    assert whole["usage"]["completion_tokens"] == 3 * max_tokens
