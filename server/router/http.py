@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -23,13 +24,12 @@ from server.router.keys import Keys, Quota
 
 KV_HEADER = "x-pdctl-kv"
 MAX_BODY = 8 * 2**20  # to read it holds the event loop: a tenth of a second for as much
-_STREAM_HEADERS = (
+_STREAM_HEADERS = (  # as sse_starlette writes them
     (b"cache-control", b"no-cache"),
     (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),  # proxies such as nginx keep events back otherwise
     (b"content-type", b"text/event-stream; charset=utf-8"),
 )
-_COMMENT = b": \n\n"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
@@ -167,10 +167,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(EventSourceResponse):
     """Server-sent events, whole ones as bytes. `first`: those that are here already, or the task that waits for them.
 
-    No comments unless `keepalive_s`: they break clients that read line by line.
+    LF only and no comments unless `keepalive_s`: both break clients that read line by line. The base class watches the
+    client and the shutdown, and pings; an event is one write here, where it would be a cancel scope and a log line too.
     """
 
     def __init__(
@@ -181,50 +182,45 @@ class EventStream(Response):
         keepalive_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        # The base class is made ready in `__call__`: what is here already does not wait for that.
         own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
-        self.raw_headers = [*own, *_STREAM_HEADERS]
+        self._head = {"type": "http.response.start", "status": 200, "headers": [*own, *_STREAM_HEADERS]}
         self._first = first
         self._events = events
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send(self._head)
             if scope["method"] == "HEAD":
                 await send({"type": "http.response.body"})
                 return
             # Past the layers between: they look at heads. An event would go through each of them.
             send = scope["state"]["send"]
             if isinstance(self._first, bytes):
-                await _send_part(send, self._first)  # what is here already waits for nothing
-            await until_disconnect(receive, self._send_rest(send))
-        except ClientDisconnect:
-            pass
+                await _send_part(send, self._first)
+            super().__init__(self._events, sep="\n", ping=self._keepalive_s, ping_message_factory=_comment)
+            await super().__call__(scope, receive, send)
         finally:
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
 
-    async def _send_rest(self, send: Send) -> None:
-        keepalive = asyncio.create_task(_keep_alive(send, self._keepalive_s)) if self._keepalive_s else None
-        try:
-            if isinstance(self._first, asyncio.Future):
-                await _send_part(send, await self._first)
-            async for chunk in self._events:
-                await _send_part(send, chunk)
-        finally:
-            if keepalive is not None:
-                keepalive.cancel()
-        await send({"type": "http.response.body"})
+    async def _stream_response(self, send: Send) -> None:
+        if isinstance(self._first, asyncio.Future):
+            await _send_part(send, await self._first)
+        async for events in self._events:
+            await _send_part(send, events)
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body"})
+
+
+def _comment() -> ServerSentEvent:
+    return ServerSentEvent(comment="", sep="\n")
 
 
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _keep_alive(send: Send, every_s: float) -> None:
-    while True:
-        await asyncio.sleep(every_s)
-        await _send_part(send, _COMMENT)
 
 
 async def close_stream(first: "bytes | asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:
