@@ -14,6 +14,7 @@ from server.engine.attention import BatchMeta, paged_attention_forward
 from server.engine.attention_torch import TorchAttention
 from server.engine.kv_cache import KVCachePool, KVSpec
 from server.engine.model_runner import ModelRunner
+from server.engine.pool_view import PoolView
 from server.errors import ModelError, StartError
 from server.sequence import Batch, Sequence, Slice
 from tests.engine.models import (
@@ -72,12 +73,12 @@ def test_auto_dtype_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_check_notices_a_window_off_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path, **FAMILIES["mistral"])
-    honest = TorchAttention._bias
+    honest = PoolView.bias
 
-    def one_more(self: TorchAttention, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def one_more(self: PoolView, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return honest(self, query, key).masked_fill(key == query - 40, 0.0)
 
-    monkeypatch.setattr(TorchAttention, "_bias", one_more)
+    monkeypatch.setattr(PoolView, "bias", one_more)
     with pytest.raises(ModelError, match="other logits .* relative difference"):
         load_runner(folder)
 
