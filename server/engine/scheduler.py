@@ -309,22 +309,23 @@ class Scheduler:
     def _decode(self, slices: list[Slice]) -> list[Sequence]:
         """Adds the sequences with one pending token; returns the others, prompts under way."""
         prompts: list[Sequence] = []
+        has_paused, size = bool(self._roster.paused), self._tables.pool.block_size
         for seq in tuple(self._roster.running):
-            if seq.state is not SeqState.RUNNING or self._admission.is_idle(seq):  # gave way to an older one; or paused
-                continue
+            if seq.state is not SeqState.RUNNING or (has_paused and self._admission.is_idle(seq)):
+                continue  # it gave way to an older one; or is paused
             num_pending = seq.num_pending
             if not num_pending or (seq.num_coming and self._is_at_its_end(seq, seq.num_coming)):
                 continue  # its last chunk, or its last token, is under way
             if num_pending > 1:
                 prompts.append(seq)
-            elif len(slices) < self.limits.token_budget and self._has_slot(seq):
-                slices.append(Slice(seq, seq.num_scheduled, 1))
+            elif len(slices) < self.limits.token_budget:
+                start = seq.num_scheduled
+                if start < len(seq.block_table) * size or self._has_room(seq):
+                    slices.append(Slice(seq, start, 1))
         return prompts
 
-    def _has_slot(self, seq: Sequence) -> bool:
-        """Makes room for the next token. When nobody gives way, it sits this step out and keeps its blocks."""
-        if self._tables.num_slots(seq):
-            return True
+    def _has_room(self, seq: Sequence) -> bool:
+        """A block for the next token. When nobody gives way, it sits this step out and keeps its blocks."""
         while not self._tables.pool.num_free:
             victim = self._victim(seq)
             if victim is None:
@@ -394,12 +395,12 @@ class Scheduler:
         return [self._advance(piece, token) for piece, token in pairs if piece.seq.state is SeqState.RUNNING]
 
     def _advance(self, piece: Slice, token: Token | None) -> Step:
-        seq, stop, samples = piece.seq, piece.start + piece.num_tokens, piece.samples
-        assert token is not None or not samples, "a slice that reaches the last known token brings the next one"
+        seq, stop = piece.seq, piece.start + piece.num_tokens
+        assert token is not None or not piece.samples, "a slice that reaches the last known token brings the next one"
         self._tables.wrote(seq, piece.start, stop)
         seq.num_computed = stop
         ready = self._ready(piece, stop)
-        if token is None or not samples:
+        if token is None or not piece.samples:
             return Step(seq, None, -1, False, ready)
         self._append(seq, token)
         if seq.needs_grant and not seq.finish_reason:

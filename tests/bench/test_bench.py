@@ -279,6 +279,19 @@ def test_bad_profile_is_refused_before_anything_starts(capsys: pytest.CaptureFix
     assert "two modes are called a" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["-o", "--report"])
+@pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("no/r", "there is no folder")])
+def test_where_results_cannot_go_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, words: str
+) -> None:
+    with in_a_thread() as server:
+        assert main(["bench", "--mode", server.url, "--mode", f"b={server.url}", option, str(tmp_path / name)]) == 2
+        assert not server.requests
+    error = capsys.readouterr().err
+    assert words in error
+    assert option in error
+
+
 def test_gauges() -> None:
     text = (
         'pdctl_worker_busy_share{role="decode",worker="decode-0"} 0.5\n'
