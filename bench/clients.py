@@ -143,7 +143,7 @@ async def inside(name: str) -> None:
     print("null", flush=True)
 
     async def user(number: int, texts: list[str]) -> list[Times]:
-        await ask(body(texts[0], 1 + number * args.output // args.c))
+        await ask(body(texts[0], 1 + number * (args.output - 1) // args.c))
         return [await ask(body(text, args.output)) for text in texts[1:]]
 
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -266,6 +266,10 @@ def main() -> int:
     parser.add_argument("--seed", default=str(time.time_ns()), help="of prompts; those of an earlier run are cached")
     parser.add_argument("--bar", type=float, default=3.0)
     args = parser.parse_args()
+    if args.output < 2:
+        parser.error("--output: a TPOT needs two tokens")
+    if args.c * (args.requests + 1) > 1000:
+        parser.error("-c times --requests: the router keeps the records of 1000 requests")
     if not args.steady:
         return show(measure(args, *of_stack(args.stack)), args.bar)
     from pdctl.client import Client

@@ -150,7 +150,7 @@ def bench(asked: Asked, *, fail_on: tuple[str, ...], output: Path | None, report
     if output is not None:
         note(f"result: {output}")
     if report is not None:
-        report.write_text(html(result), encoding="utf-8")
+        _replace(report, html(result))
         note(f"report: {report}")
     if as_json:
         print_json(result)
@@ -163,19 +163,36 @@ def _check_target(option: str, file: Path | None) -> None:
     """Before anything is measured for it. Raises UsageError."""
     if file is None:
         return
-    if file.is_dir():
+    try:
+        is_folder, has_folder, may_write = file.is_dir(), file.parent.is_dir(), os.access(file.parent, os.W_OK)
+        may_write |= _is_in_place(file) and os.access(file, os.W_OK)
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {error.strerror}") from error
+    if is_folder:
         raise UsageError(f"{option} {file} is a folder", help=f"name a file in it, such as {file / 'result'}")
-    if not file.parent.is_dir():
+    if not has_folder:
         raise UsageError(f"{option} {file}: there is no folder {file.parent}")
-    if not os.access(file.parent, os.W_OK):
+    if not may_write:
         raise UsageError(f"{option} {file}: {file.parent} may not be written to")
 
 
 def _write(file: Path, result: dict[str, Any]) -> None:
+    _replace(file, json.dumps(result, indent=1) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
     """All of it or nothing: who reads it meanwhile finds a whole one."""
+    if _is_in_place(file):
+        file.write_text(text, encoding="utf-8")
+        return
     beside = file.with_name(file.name + ".part")
-    beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(file)
+
+
+def _is_in_place(file: Path) -> bool:
+    """A device or a link, such as /dev/stdout: a file must not take its place."""
+    return file.is_symlink() or (file.exists() and not file.is_file())
 
 
 def _forget(result: dict[str, Any]) -> None: ...

@@ -199,7 +199,7 @@ class Attempt:
             case SeqToken():
                 if event.id != self.id:
                     return
-                if self._known(event.index) not in (None, event.token.id):
+                if not self.reason and self._known(event.index) not in (None, event.token.id):
                     self._go_anew()
                     return
                 if event.index >= len(self._said):
@@ -207,7 +207,7 @@ class Attempt:
                 if event.index == self._first:
                     self._has_read()
                     self.record.cached_tokens = max(self.record.cached_tokens, event.num_cached)
-            case Lost():
+            case Lost() if event.id == self.id:  # not of an attempt before
                 lost = next((w for w in self.route.workers if w.name == event.worker and self.id in w.open), None)
                 if lost is self.route.worker:
                     self._go_elsewhere(lost)

@@ -171,7 +171,7 @@ class EventStream(EventSourceResponse):
     """Server-sent events, whole ones as bytes. `first`: those that are here already, or the task that waits for them.
 
     LF only and no comments unless `keepalive_s`: both break clients that read line by line. The base class watches the
-    client and the shutdown, and pings; an event is one write here, where it would be a cancel scope and a log line too.
+    client, and pings; an event is one write here, where it would be a cancel scope and a log line too.
     """
 
     def __init__(

@@ -51,8 +51,9 @@ PAUSE_ABOVE, RESUME_AT = 256, 64
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection to a worker ended; `worker` had not said Done."""
+    """The connection to a worker ended; `worker` had not said Done of this sequence."""
 
+    id: SeqId
     worker: str
     reason: str
 
@@ -175,7 +176,7 @@ class Worker:
     def attach(self, seq_id: SeqId, inbox: Inbox) -> None:
         self.open[seq_id] = inbox
         if self._channel is None:
-            inbox.put_nowait(Lost(self.name, self.reason or "not connected"))
+            inbox.put_nowait(Lost(seq_id, self.name, self.reason or "not connected"))
 
     def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
@@ -240,9 +241,8 @@ class Worker:
     def _closed(self) -> None:
         self._channel = None
         self.load = self.heartbeat = None  # the next incarnation has figures of its own
-        lost = Lost(self.name, self.reason)
-        for inbox in self.open.values():
-            inbox.put_nowait(lost)
+        for seq_id, inbox in self.open.items():
+            inbox.put_nowait(Lost(seq_id, self.name, self.reason))
         self._set("lost", self.reason)
 
     def _set(self, state: str, reason: str = "") -> None:

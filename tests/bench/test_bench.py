@@ -280,7 +280,9 @@ def test_bad_profile_is_refused_before_anything_starts(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("option", ["-o", "--report"])
-@pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("no/r", "there is no folder")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("", "is a folder"), ("no/r", "there is no folder"), ("r" * 300, "too long")]
+)
 def test_where_results_cannot_go_is_told_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, words: str
 ) -> None:
@@ -290,6 +292,17 @@ def test_where_results_cannot_go_is_told_before_anything_is_measured(
     error = capsys.readouterr().err
     assert words in error
     assert option in error
+
+
+def test_a_result_does_not_take_the_place_of_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("old")
+    link.symlink_to(real)
+    with in_a_thread() as server:
+        words = f"--mode {server.url} --mode b={server.url} --prompt 8 -c 1 --output 2 --rounds 1 --requests 1".split()
+        assert main(["bench", *words, "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["kind"] == "bench"
 
 
 def test_gauges() -> None:
