@@ -18,12 +18,8 @@ class Need(NamedTuple):
 class BlockTables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.capacity = pool.num_usable * pool.block_size  # tokens that a sequence alone in the pool can have
         self.prefix_hit_tokens = 0
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence alone in the pool can have."""
-        return self.pool.num_usable * self.pool.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
