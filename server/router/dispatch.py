@@ -84,7 +84,7 @@ class Dispatcher:
     def is_proven(self, route: Route) -> bool:
         return route.is_connected and self._proven.get(route.name) == route.instances
 
-    def _look(self) -> None:
+    def _find_open(self) -> None:
         """Who carries work: proven, and nobody wants it free of work. Every request asks; few workers come or go."""
         if self._num_changes == self.workers.num_changes:
             return
@@ -100,7 +100,7 @@ class Dispatcher:
 
     @property
     def can_serve(self) -> bool:
-        self._look()
+        self._find_open()
         return bool(self._pairs or self._alone())
 
     @property
@@ -164,7 +164,7 @@ class Dispatcher:
     def _alone(self) -> list[Route]:
         """Who can do a whole sequence: the colocated pool; without one, whom a pair has proven, decode workers always
         and prefill workers while they rest."""
-        self._look()
+        self._find_open()
         return self._pool or [end for end in self._ends if end.worker.role == "decode" or self._is_rested(end.worker)]
 
     def _is_rested(self, worker: Worker) -> bool:
