@@ -143,8 +143,9 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that no step was given yet, known or coming; 1 for a sequence that decodes. What comes for a prefill
         half is read elsewhere."""
-        num_coming = 0 if self.needs_grant else self.num_coming
-        num_pending = len(self.prompt) + len(self.output) + num_coming - self.num_computed - self.num_under_way
+        num_pending = len(self.prompt) + len(self.output) - self.num_computed - self.num_under_way
+        if not self.needs_grant:
+            num_pending += self.num_coming
         return max(0, num_pending)
 
     @property
@@ -170,7 +171,8 @@ class Slice:
     samples: bool = field(init=False)  # it reaches the last token, known or coming: its logits give the next one
 
     def __post_init__(self) -> None:
-        self.samples = self.start + self.num_tokens >= self.seq.num_tokens
+        seq = self.seq
+        self.samples = self.start + self.num_tokens >= len(seq.prompt) + len(seq.output)
 
     @property
     def output_index(self) -> int:

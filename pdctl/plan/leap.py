@@ -12,22 +12,32 @@ class LeapingScheduler(Scheduler):
     """For simulation: tokens are all 0, and sequences end by length."""
 
     def num_steady(self) -> int:
-        """Steps from now that compute one token for everyone who runs, and end nobody. 0 when that is not so."""
-        roster = self._roster
-        running = roster.running
+        """Steps from now that compute one token for everyone who runs, of which only the last may be somebody's last.
+        0 when that is not so."""
+        self._start_received()
+        roster, running = self._roster, self._roster.running
         if not running or roster.waiting or roster.received or self._under_way:
             return 0
         if len(running) > self.limits.token_budget:
             return 0
-        steps = min(seq.params.max_tokens - len(seq.output) for seq in running) - 1
-        # One token pending and no output: the last of a prompt, whose first token is still to be seen.
-        if steps < 1 or any(seq.num_pending != 1 or not seq.output for seq in running):
-            return 0
+        steps = 1 << 30
+        for seq in running:
+            num_output = len(seq.output)
+            # One token pending and no output: the last of a prompt, whose first token is still to be seen.
+            if not num_output or len(seq.prompt) + num_output - seq.num_computed != 1:
+                return 0
+            steps = min(steps, seq.params.max_tokens - num_output)
         # Each takes at most one block more than its whole ones: enough of them, or no leap at all.
         size = self._tables.pool.block_size
         if self._tables.pool.num_free < len(running) * (steps // size + 1):
             return 0
         return steps
+
+    def grow(self) -> None:
+        """The blocks that a steady step writes to, as schedule() takes them."""
+        for seq in self._roster.running:
+            if not self._tables.num_slots(seq):
+                self._tables.grow(seq)
 
     @property
     def is_open(self) -> bool:
@@ -38,14 +48,21 @@ class LeapingScheduler(Scheduler):
     def running(self) -> list[Sequence]:
         return self._roster.running
 
-    def leap(self, num_steps: int) -> None:
-        """`num_steps` of the steady ones."""
-        tables, size = self._tables, self._tables.pool.block_size
-        tokens = [0] * num_steps
+    def leap(self, num_steps: int) -> list[Sequence]:
+        """`num_steps` of the steady ones. Whom they ended."""
+        tables, size, has_names = self._tables, self.pool.block_size, self.pool.prefix_cache
+        tokens, ended = [0] * num_steps, []
         for seq in self._roster.running:
             seq.output += tokens
-            seq.num_computed += num_steps
-            missing = -(-seq.num_computed // size) - len(seq.block_table)
+            seq.num_computed = stop = seq.num_computed + num_steps
+            missing = -(-stop // size) - len(seq.block_table)
             if missing > 0:
-                seq.block_table += tables.pool.allocate(missing)
-            tables.wrote(seq, seq.num_computed - num_steps, seq.num_computed)
+                tables.grow(seq, missing)
+            if has_names:
+                tables.wrote(seq, stop - num_steps, stop)
+            if len(seq.output) >= seq.params.max_tokens:
+                ended.append(seq)
+        for seq in ended:
+            seq.finish_reason = "length"
+            self._end(seq)
+        return ended

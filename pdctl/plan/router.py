@@ -5,7 +5,10 @@ sequence (`Router.alone`), and who is refused (`Router.admit`). tests/plan/test_
 decisions.
 """
 
+import heapq
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from pdctl.plan.worker import Request, SimWorker
 from server.messages import NAME_BYTES, Card, Load
@@ -29,6 +32,30 @@ class Seen(Worker):
     def burden(self) -> tuple[bool, int]:
         return self.load is not None and self.load.over_high, len(self.open)
 
+    @property
+    def burden_alone(self) -> tuple[bool, int, int]:
+        """Of one that reads what it writes."""
+        return self.load is not None and self.load.over_high, self.prompt_tokens, len(self.open)
+
+
+class Least:
+    """The first of `workers` with the least key, found without a look at each: a heap, in which what is out of date is
+    passed over. `changed` is told whose key did."""
+
+    def __init__(self, workers: Sequence[Worker], key: Callable[[Worker], Any]) -> None:
+        self._key = key
+        self._places = {worker.name: place for place, worker in enumerate(workers)}
+        self._heap = [(key(worker), place, worker) for place, worker in enumerate(workers)]
+        heapq.heapify(self._heap)
+
+    def changed(self, worker: Worker) -> None:
+        heapq.heappush(self._heap, (self._key(worker), self._places[worker.name], worker))
+
+    def first(self) -> Worker:
+        while (best := self._heap[0])[0] != self._key(best[2]):
+            heapq.heappop(self._heap)
+        return best[2]
+
 
 class Router:
     """`readers` and `writers` stand beside the cluster's pools. Without prefixes to hit it looks only at the best of
@@ -51,6 +78,9 @@ class Router:
         self.chooser.threshold, self.chooser.queue_high = threshold, prefill_queue_high
         self.num_waiting = self.most_waiting = self.num_refused = 0
         self._queue_high, self._rest_s, self._has_prefixes = queue_high, rest_s, has_prefixes
+        self._is_simple = not has_prefixes and threshold == 0  # every prompt goes the same way
+        self._reader = Least(readers, attrgetter("prompt_tokens"))
+        self._writer = Least(writers, attrgetter("burden" if readers else "burden_alone"))
 
     def admit(self) -> bool:
         """False: 429, as many wait for a first token as may."""
@@ -68,11 +98,13 @@ class Router:
         return plan
 
     def _candidates(self, now: float) -> tuple[list[Route], list[Route]]:
+        if self._is_simple:
+            writer = self._writer.first()
+            return ([Route(writer, self._reader.first())], []) if self.readers else ([], [Route(writer)])
         readers, writers, alone = self.readers, self.writers, self.alone(now)
         if not self._has_prefixes:
             readers = [min(readers, key=attrgetter("prompt_tokens"))] if readers else []
-            needs_single = not readers or self.chooser.threshold != 0
-            alone = [min(alone, key=lambda w: (w.burden[0], w.prompt_tokens, len(w.open)))] if needs_single else []
+            alone = [min(alone, key=attrgetter("burden_alone"))]
             writers = [min(writers, key=attrgetter("burden"))] if readers else []
         return [Route(d, p) for p in readers for d in writers], [Route(worker) for worker in alone]
 
@@ -90,6 +122,7 @@ class Router:
         plan.route.workers[0].begin_reading(plan.num_to_read, now)
         if plan.route.prefill is not None:
             plan.route.prefill.crossed_at = now
+        self.changed(*plan.route.workers)
 
     def has_read(self, request: Request) -> None:
         """The first token is here."""
@@ -106,10 +139,18 @@ class Router:
 
     def _end_reading(self, request: Request) -> None:
         request.plan.route.workers[0].end_reading(request.plan.num_to_read)
+        self.changed(*request.plan.route.workers)
+
+    def changed(self, *workers: Worker) -> None:
+        """What they have to do is another, or what was heard of them."""
+        if self._is_simple:
+            for worker in workers:
+                (self._reader if worker.role == "prefill" else self._writer).changed(worker)
 
     def over(self, request: Request) -> None:
         for worker in request.plan.route.workers:
             worker.open.pop(request.id, None)
+        self.changed(*request.plan.route.workers)
         if self.chooser.threshold == 0:
             return  # every prompt crosses: nobody asks for rates
         stages = {"start": request.read_from, "end": request.first}

@@ -144,6 +144,7 @@ class Cluster:
                 lambda: self.now,
                 self._at,
                 self._sampled,
+                self._done,
                 self.tally.gaps,
                 self._slowdown if self._stages.has_contention else None,
                 self._can_leap,
@@ -349,6 +350,7 @@ class Cluster:
         seen, over = self._seen[worker.name], not worker.scheduler.is_open
         if seen.burden[0] != over:
             look_at(seen, worker)
+            self.router.changed(seen)
 
     def _received(self, request: Request) -> None:
         worker = self._writer(request)

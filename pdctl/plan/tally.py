@@ -14,10 +14,14 @@ class Gaps:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
+        self._last = (0.0, _LOWEST)  # a time and its bucket: those of one step are mostly equal
         self.max = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        bucket = int(math.log(seconds) * _BUCKETS_PER_E) if seconds > 1e-6 else _LOWEST
+        last, bucket = self._last
+        if seconds != last:
+            bucket = int(math.log(seconds) * _BUCKETS_PER_E) if seconds > 1e-6 else _LOWEST
+            self._last = seconds, bucket
         self._counts[bucket] = self._counts.get(bucket, 0) + count
         if seconds > self.max:
             self.max = seconds

@@ -1,7 +1,8 @@
 """A simulated worker: the real scheduler, with time from a stage model.
 
 It looks at its scheduler when a message comes or a step ends, like the real one. While it only decodes it leaps over
-whole runs of steps; a message in the middle of one first rewinds it to the step that is under way at that moment.
+whole runs of steps, up to the first that ends somebody; a message in the middle of one first rewinds it to the step
+that is under way at that moment.
 """
 
 import math
@@ -74,7 +75,8 @@ class Leap:
 
 
 class SimWorker:
-    """`at(time, handler, argument)` is the event queue; `sampled(worker, step)` hears of what each step brought."""
+    """`at(time, handler, argument)` is the event queue; `sampled(worker, step)` hears of what a step brought, and
+    `ended(request)` whom a leap took to its last token."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class SimWorker:
         clock: Callable[[], float],
         at: Callable[[float, Callable[[int], None], int], None],
         sampled: Callable[["SimWorker", Step], None],
+        ended: Callable[[Request], None],
         gaps: Gaps,
         slowdown: Callable[["SimWorker"], tuple[float, float]] | None = None,
         can_leap: bool = True,
@@ -101,6 +104,7 @@ class SimWorker:
         self._clock = clock
         self._at = at
         self._sampled = sampled
+        self._ended = ended
         self._gaps = gaps
         self._slowdown = slowdown
         self._can_leap = can_leap and slowdown is None  # what the others do may change during a leap
@@ -119,25 +123,26 @@ class SimWorker:
     def interrupt(self) -> None:
         """Before a message is handled: makes the scheduler's state that of now."""
         leap = self._leap
-        if leap is None:
+        if leap is None or leap.num_steps == 1:
             return
-        self._leap = None
-        k = leap.num_done(self._clock())
+        k = min(leap.num_done(self._clock()), leap.num_steps - 1)  # the event of the last step is its own
         self._land(leap, k)
-        if k < leap.num_steps:
-            self._start(leap.after(k))
+        self._take_off(Leap(leap.after(k), 1, leap.first_s + k * leap.slope_s, 0.0))
 
     def look(self) -> None:
         """Starts a step when none is under way and there is something to compute."""
         if self._batch is not None or self._leap is not None:
             return
         num_steps = self.scheduler.num_steady() if self._can_leap else 0
-        if num_steps > 1:
-            self._take_off(num_steps)
+        if num_steps:
+            running = self.scheduler.running
+            first = self._mixed.step_s(0, 0, len(running), sum(seq.num_computed for seq in running))
+            self._take_off(Leap(self._clock(), num_steps, first, self._mixed.context_token_s * len(running)))
         else:
-            self._start(self._clock())
+            self._start()
 
-    def _start(self, now: float) -> None:
+    def _start(self) -> None:
+        now = self._clock()
         batch = self.scheduler.schedule()
         if not batch.slices:
             return
@@ -191,14 +196,13 @@ class SimWorker:
             self._local_prefill.observe(batch, seconds)
             self.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
-    def _take_off(self, num_steps: int) -> None:
-        running = self.scheduler.running
-        context = sum(seq.num_computed for seq in running)
-        first = self._mixed.step_s(0, 0, len(running), context)
-        slope = self._mixed.context_token_s * len(running)
-        self._leap = leap = Leap(self._clock(), num_steps, first, slope)
+    def _take_off(self, leap: Leap) -> None:
+        """One of a single step is under way: nothing interrupts it, and it has its blocks."""
+        if leap.num_steps == 1:
+            self.scheduler.grow()
+        self._leap = leap
         self._version += 1
-        self._at(leap.after(num_steps), self._end_leap, self._version)
+        self._at(leap.after(leap.num_steps), self._end_leap, self._version)
 
     def _end_leap(self, version: int) -> None:
         leap = self._leap
@@ -213,11 +217,10 @@ class SimWorker:
         """The first `k` steps have happened."""
         if not k:
             return
-        scheduler, add = self.scheduler, self._gaps.add
-        scheduler.leap(k)
+        running, add = tuple(self.scheduler.running), self._gaps.add
+        ended = self.scheduler.leap(k)
         first, last = leap.after(1), leap.after(k)
         self.busy_s += last - leap.start
-        running = scheduler.running
         if self._local_prefill is not None:
             slices = [Slice(seq, seq.num_computed - 1, 1) for seq in running]
             self._observe(Batch(slices), (last - leap.start) / k)
@@ -227,3 +230,5 @@ class SimWorker:
             request.last = last
         if k > 1:
             add((last - first) / (k - 1), (k - 1) * len(running))
+        for seq in ended:
+            self._ended(seq.request)  # type: ignore[attr-defined]

@@ -54,6 +54,8 @@ class Admission:
 
     def gone_idle(self) -> list[Sequence]:
         """RUNNING, and idle for longer than is allowed."""
+        if not self._roster.paused:
+            return []
         since, horizon = self._roster.paused, self._clock() - self._limits.idle_swap_s
         running = (seq for seq in self._roster.running if not seq.num_under_way)
         return [seq for seq in running if self.is_idle(seq) and since[seq.id] <= horizon]

@@ -78,7 +78,8 @@ class BlockPool:
         """`n` blocks with one reference each. Raises OutOfBlocks, having taken nothing."""
         if n > self.num_free:
             raise OutOfBlocks(f"{n} blocks wanted, {self.num_free} of {self.num_usable} free")
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(n)]
+        free = self._free
+        blocks = [free.pop() if free else self._evict() for _ in range(n)]
         for block in blocks:
             self._refs[block] = 1
         return blocks
@@ -92,11 +93,16 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each. Last block first, so that of a prefix the tail is evicted before the root."""
+        refs, digests, free = self._refs, self._digests, self._free
         for block in reversed(blocks):
-            if not self._refs[block]:
+            if not refs[block]:
                 raise ValueError(f"block {block} released more often than held")
-            self._refs[block] -= 1
-            if not self._refs[block]:
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            if digests[block] is None:
+                free.append(block)
+            else:
                 self._retire(block)
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[Hit]:
@@ -177,6 +183,7 @@ class BlockPool:
         return block
 
     def _retire(self, block: int) -> None:
+        """Nobody has this named block: it stays where it can be hit, unless another is hit in its place."""
         digest = self._digests[block]
         if digest is not None and self._by_digest.get(digest) == block:
             self._evictable[block] = None

@@ -50,8 +50,10 @@ class GrantGate:
     @property
     def num_reserved(self) -> int:
         """Blocks that the sequences here are yet to grow by."""
-        roster = self._roster
-        return sum(map(self._growth, chain(roster.running, roster.receiving.values(), roster.received)))
+        roster, p90, most = self._roster, self.lengths.p90, self._most_tokens
+        size = self._tables.pool.block_size
+        everybody = chain(roster.running, roster.receiving.values(), roster.received)
+        return sum([_growth(seq, p90, most, size, len(seq.block_table)) for seq in everybody])
 
     def num_spare(self, seq: Sequence) -> int:
         """Blocks beside those of its known tokens that everybody's growth takes once `seq` runs too. Alone it is given
@@ -96,12 +98,13 @@ class GrantGate:
         seq.num_resident_blocks = self._tables.take(seq, need) // self._tables.pool.block_size
         return total
 
-    def _growth(self, seq: Sequence, num_blocks: int = 0) -> int:
-        if seq.needs_grant:
-            return 0
-        output = max(len(seq.output) + 1, min(seq.params.max_tokens, self.lengths.p90))
-        tokens = min(len(seq.prompt) + output, self._limits.max_len, self._tables.capacity)
-        return max(0, self._tables.blocks_for(tokens) - (num_blocks or len(seq.block_table)))
+    def _growth(self, seq: Sequence, num_blocks: int) -> int:
+        return _growth(seq, self.lengths.p90, self._most_tokens, self._tables.pool.block_size, num_blocks)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of one sequence."""
+        return min(self._limits.max_len, self._tables.capacity)
 
     def _has_room(self, num_committed: int) -> bool:
         num_queued, limits = len(self._roster.received), self._limits
@@ -110,3 +113,12 @@ class GrantGate:
     def _is_low(self, num_committed: int) -> bool:
         num_queued, limits = len(self._roster.received), self._limits
         return num_committed <= limits.kv_low * self._tables.pool.num_usable and num_queued <= limits.queue_low
+
+
+def _growth(seq: Sequence, p90: int, most_tokens: int, block_size: int, num_blocks: int) -> int:
+    """Blocks that a sequence with `num_blocks` is yet to take. Called for each that is here at every grant."""
+    if seq.needs_grant:
+        return 0
+    output = max(len(seq.output) + 1, min(seq.params.max_tokens, p90))
+    tokens = min(len(seq.prompt) + output, most_tokens)
+    return max(0, -(-tokens // block_size) - num_blocks)

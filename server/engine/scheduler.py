@@ -319,7 +319,7 @@ class Scheduler:
             if num_pending > 1:
                 prompts.append(seq)
             elif len(slices) < self.limits.token_budget:
-                start = seq.num_scheduled
+                start = seq.num_computed + seq.num_under_way
                 if start < len(seq.block_table) * size or self._has_room(seq):
                     slices.append(Slice(seq, start, 1))
         return prompts
@@ -397,7 +397,8 @@ class Scheduler:
     def _advance(self, piece: Slice, token: Token | None) -> Step:
         seq, stop = piece.seq, piece.start + piece.num_tokens
         assert token is not None or not piece.samples, "a slice that reaches the last known token brings the next one"
-        self._tables.wrote(seq, piece.start, stop)
+        if self.pool.prefix_cache:
+            self._tables.wrote(seq, piece.start, stop)
         seq.num_computed = stop
         ready = self._ready(piece, stop)
         if token is None or not piece.samples:
@@ -417,22 +418,24 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: Token) -> None:
         seq.output.append(token.id)
-        seq.finish_reason = self._end_reason(seq)
-        if seq.finish_reason:
+        if reason := self._end_reason(seq):
+            seq.finish_reason = reason
             self._end(seq)
 
     def _end_reason(self, seq: Sequence) -> str:
         params = seq.params
-        if len(seq.output) > params.min_tokens and seq.output[-1] in params.stop_token_ids:
+        stops = params.stop_token_ids
+        if stops and seq.output[-1] in stops and len(seq.output) > params.min_tokens:
             return "stop"
         return "length" if self._is_at_its_end(seq) else ""
 
     def _is_at_its_end(self, seq: Sequence, num_more: int = 0) -> bool:
-        if len(seq.output) + num_more >= seq.params.max_tokens:
+        num_output = len(seq.output) + num_more
+        num_tokens = len(seq.prompt) + num_output
+        if num_output >= seq.params.max_tokens or num_tokens >= self.limits.max_len:
             return True
-        num_tokens, limit = seq.num_tokens + num_more, self.limits.max_len
         # A prefill half ends by the decode side's pool, which may be larger.
-        return num_tokens >= limit or (num_tokens >= self._tables.capacity and not seq.needs_grant)
+        return num_tokens >= self._tables.capacity and not seq.needs_grant
 
     def _end(self, seq: Sequence) -> None:
         """Out of the schedule for good."""

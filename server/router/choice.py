@@ -15,6 +15,7 @@ published, a moment ago.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES
@@ -49,12 +50,15 @@ class Hits:
     """How much of one prompt each worker has cached."""
 
     def __init__(self, prompt: Sequence[int], salt: str, block_size: int, is_wanted: bool) -> None:
-        # The last token is always computed: a block that it would fill is no hit.
-        names = prefix_digests(prompt[:-1], salt, block_size) if is_wanted else ()
-        self._names = [digest[:NAME_BYTES] for digest in names]
         self.num_prompt = len(prompt)
-        self._block_size = block_size
+        self._prompt, self._salt, self._block_size, self._is_wanted = prompt, salt, block_size, is_wanted
         self._found: dict[str, int] = {}
+
+    @cached_property
+    def _names(self) -> list[bytes]:
+        # The last token is always computed: a block that it would fill is no hit.
+        names = prefix_digests(self._prompt[:-1], self._salt, self._block_size) if self._is_wanted else ()
+        return [digest[:NAME_BYTES] for digest in names]
 
     @property
     def all_tokens(self) -> int:
