@@ -1,10 +1,11 @@
 """Which workers a prompt goes to. `Chooser.plan` is the whole policy, in the order in which it decides.
 
 1. resident    a worker that decodes has the prompt's blocks but the last: nothing to send, next to nothing to read.
-2. one worker  the uncached part is under the threshold; or prefill has been backlogged for a while and a single worker
-               would have read the prompt clearly sooner, with room for it (never when the threshold is 0: then every
-               prompt crosses). For a while: what a worker reads beside its streams slows them all, and that is more
-               than one prompt gains where a few came together and prefill will be through with them soon.
+2. one worker  the uncached part is under the threshold; or prefill has been backlogged for a while, or has a long line,
+               and a single worker would have read the prompt clearly sooner, with room for it (never when the
+               threshold is 0: then every prompt crosses). For a while: what a worker reads beside its streams slows
+               them all, and that is more than one prompt gains where a few came together and prefill will be through
+               with them soon.
 3. pd          the pair with the least to do: a prefill worker by prompt tokens ahead of it and by what it has cached, a
                decode worker by its marks, what it runs and what it has cached.
 
@@ -76,7 +77,7 @@ class Hits:
 class Chooser:
     def __init__(self, policy: str, block_size: int, max_len: int) -> None:
         self.threshold: int | None = 256  # None: `crossover` says
-        self.queue_high = 8  # prompts at a prefill worker from which it is backlogged, whatever the rates say
+        self.queue_high = 8  # prompts at a prefill worker from which it is backlogged at once
         self.crossover = Crossover(max_len)
         self.rates = Rates()
         self._policy = policy
@@ -138,10 +139,11 @@ class Chooser:
         assert prefill is not None
         if worker.role == "prefill" or not _has_room(worker, num_prompt, self._block_size):
             return False
-        if prefill.num_reading >= self.queue_high > worker.num_reading:
-            return True
+        is_long = prefill.num_reading >= self.queue_high > worker.num_reading
         rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / UNSEEN
-        if not rate or now - prefill.backlogged_at < BACKLOG_S:
+        if not rate:
+            return is_long
+        if not is_long and now - prefill.backlogged_at < BACKLOG_S:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local
         return sooner < CLEARLY * (prefill.prompt_tokens + two.num_to_read) / rate

@@ -9,7 +9,8 @@ import pytest
 
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES, Blocks, Decode, Load, Prefill
-from server.router.crossover import EXPLORE, Crossover
+from server.router.choice import Rates
+from server.router.crossover import EXPLORE, Crossover, Mean
 from tests.router.conftest import SECRET, Cluster, Start, until
 
 ADMIN = {"Authorization": f"Bearer {SECRET.decode()}"}
@@ -142,6 +143,23 @@ async def test_backlog_spills_to_decode(start: Start, threshold: int, path: str)
     cluster.prefill.step(100)
     await asyncio.gather(*asking, last)
     assert (await last)["path"] == path
+
+
+async def test_a_long_line_does_not_spill_to_where_prompts_crawl(start: Start) -> None:
+    """1. Prefill reads 1000 tokens a second and has a long line, nine prompts of 100. Decode, beside its streams, reads
+    100 a second: one prompt there takes as long as the line, so that it crosses. 2. It reads 400: it stays. 3. With
+    three before it there it would wait as long as for the line: it crosses."""
+    cluster = await start(prefill=1, decode=1, hybrid={"threshold_tokens": 32})
+    chooser, workers = cluster.stack.dispatcher.chooser, cluster.stack.workers.all
+    for _ in range(9):
+        workers["prefill-0"].begin_reading(100, time.monotonic())
+    for rate, num_before, path in ((100.0, 0, "pd"), (400.0, 0, "colocated"), (400.0, 3, "pd")):
+        chooser.rates = Rates(Mean(), Mean())
+        chooser.rates.prefill.add(1000.0)
+        chooser.rates.local.add(rate)
+        for _ in range(num_before):
+            workers["decode-0"].begin_reading(100, time.monotonic())
+        assert (await ask(cluster, PROMPT))["path"] == path
 
 
 async def test_a_few_prompts_at_once_do_not_spill(start: Start) -> None:
