@@ -16,7 +16,7 @@ class LeapingScheduler(Scheduler):
         0 when that is not so."""
         self._start_received()
         roster, running = self._roster, self._roster.running
-        if not running or roster.waiting or roster.received or self._under_way:
+        if not running or roster.waiting or roster.received or roster.swapped or self._under_way:
             return 0
         if len(running) > self.limits.token_budget:
             return 0

@@ -18,6 +18,7 @@ from server.router.timing import Record
 from server.router.worker import Inbox, Worker
 from server.wire import Identity
 
+_MOST_ENTRIES = 8  # for each worker in a `Least`
 NOBODY, NO_CARD = Identity("router", "router", "sim"), Card({})
 
 
@@ -43,13 +44,18 @@ class Least:
     passed over. `changed` is told whose key did."""
 
     def __init__(self, workers: Sequence[Worker], key: Callable[[Worker], Any]) -> None:
-        self._key = key
+        self._key, self._workers = key, workers
         self._places = {worker.name: place for place, worker in enumerate(workers)}
-        self._heap = [(key(worker), place, worker) for place, worker in enumerate(workers)]
-        heapq.heapify(self._heap)
+        self._build()
 
     def changed(self, worker: Worker) -> None:
         heapq.heappush(self._heap, (self._key(worker), self._places[worker.name], worker))
+        if len(self._heap) > _MOST_ENTRIES * len(self._workers):  # what is out of date below the first stays there
+            self._build()
+
+    def _build(self) -> None:
+        self._heap = [(self._key(worker), place, worker) for place, worker in enumerate(self._workers)]
+        heapq.heapify(self._heap)
 
     def first(self) -> Worker:
         while (best := self._heap[0])[0] != self._key(best[2]):

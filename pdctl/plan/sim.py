@@ -189,6 +189,8 @@ class Cluster:
         while events and not self._is_over and self.tally.num_missed <= max_missed:
             self.now, _, handler, argument = pop(events)
             handler(argument)
+        for worker in self._workers.values():  # one cut short counts the steps that are over
+            worker.interrupt()
         return self.tally.summary(self.utilisation(), self.router.most_waiting)
 
     def utilisation(self) -> dict[str, float]:

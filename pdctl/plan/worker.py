@@ -147,10 +147,8 @@ class SimWorker:
         if not batch.slices:
             return
         self._batch, self._began = batch, now
-        seconds = self._seconds(batch)
-        self.busy_s += seconds
         self._version += 1
-        self._at(now + seconds, self._finish, self._version)
+        self._at(now + self._seconds(batch), self._finish, self._version)
 
     def _seconds(self, batch: Batch) -> float:
         num_prompt, prompt_context, num_decoding, context = 0, 0.0, 0, 0
@@ -179,7 +177,9 @@ class SimWorker:
         if version != self._version or self._batch is None:
             return
         batch, self._batch = self._batch, None
-        self._observe(batch, self._clock() - self._began)
+        seconds = self._clock() - self._began
+        self.busy_s += seconds
+        self._observe(batch, seconds)
         slices = batch.slices
         tokens: list[Token | None] = (
             [TOKEN] * len(slices) if self.is_decoding else [TOKEN if piece.samples else None for piece in slices]
@@ -222,8 +222,9 @@ class SimWorker:
         first, last = leap.after(1), leap.after(k)
         self.busy_s += last - leap.start
         if self._local_prefill is not None:
-            slices = [Slice(seq, seq.num_computed - 1, 1) for seq in running]
-            self._observe(Batch(slices), (last - leap.start) / k)
+            batch = Batch([Slice(seq, seq.num_computed - 1, 1) for seq in running])
+            for step in range(k):
+                self._observe(batch, leap.first_s + step * leap.slope_s)
         for seq in running:
             request = seq.request  # type: ignore[attr-defined]  # all sequences here are Halves
             add(first - request.last)

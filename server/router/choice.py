@@ -2,10 +2,10 @@
 
 1. resident    a worker that decodes has the prompt's blocks but the last: nothing to send, next to nothing to read.
 2. one worker  the uncached part is under the threshold; or prefill has been backlogged for a while, or has a long line,
-               and a single worker would have read the prompt clearly sooner, with room for it (never when the
-               threshold is 0: then every prompt crosses). For a while: what a worker reads beside its streams slows
-               them all, and that is more than one prompt gains where a few came together and prefill will be through
-               with them soon.
+               and a single worker would have read the prompt clearly sooner, or no rate is known yet, with room for it
+               (never when the threshold is 0: then every prompt crosses). For a while: what a worker reads beside its
+               streams slows them all, and that is more than one prompt gains where a few came together and prefill
+               will be through with them soon.
 3. pd          the pair with the least to do: a prefill worker by prompt tokens ahead of it and by what it has cached, a
                decode worker by its marks, what it runs and what it has cached.
 
