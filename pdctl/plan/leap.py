@@ -1,7 +1,7 @@
 """The real Scheduler, with one thing more: many steps at once while nothing but decoding can happen.
 
 Between two events a worker that only decodes does the same step again and again. `num_steady` says for how many steps
-that holds, `leap` does them: every sequence ends where step by step it would have (tests/plan/test_leap.py compares).
+that holds, `leap` does them: every sequence ends when step by step it would have (tests/plan/test_leap.py compares).
 """
 
 from server.engine.scheduler import Scheduler
@@ -13,7 +13,7 @@ class LeapingScheduler(Scheduler):
 
     def num_steady(self) -> int:
         """Steps from now that compute one token for everyone who runs, of which only the last may be somebody's last.
-        0 when that is not so."""
+        0 when that is not so. Who is in line to run does so from now on, as schedule() would have it."""
         self._start_received()
         roster, running = self._roster, self._roster.running
         if not running or roster.waiting or roster.received or roster.swapped or self._under_way:
@@ -50,7 +50,7 @@ class LeapingScheduler(Scheduler):
 
     def leap(self, num_steps: int) -> list[Sequence]:
         """`num_steps` of the steady ones. Whom they ended."""
-        tables, size, has_names = self._tables, self.pool.block_size, self.pool.prefix_cache
+        tables, size = self._tables, self.pool.block_size
         tokens, ended = [0] * num_steps, []
         for seq in self._roster.running:
             seq.output += tokens
@@ -58,8 +58,7 @@ class LeapingScheduler(Scheduler):
             missing = -(-stop // size) - len(seq.block_table)
             if missing > 0:
                 tables.grow(seq, missing)
-            if has_names:
-                tables.wrote(seq, stop - num_steps, stop)
+            tables.wrote(seq, stop - num_steps, stop)
             if len(seq.output) >= seq.params.max_tokens:
                 ended.append(seq)
         for seq in ended:

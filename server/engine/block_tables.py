@@ -55,9 +55,11 @@ class BlockTables:
 
     def wrote(self, seq: Sequence, start: int, stop: int) -> None:
         """The KV of tokens [start, stop) is written: whole blocks that this completes can be hit from now on."""
+        if not self.pool.prefix_cache:
+            return
         size = self.pool.block_size
         first, last = start // size, stop // size
-        if last > first and self.pool.prefix_cache:
+        if last > first:
             self.pool.register(seq.block_table, seq.tokens(first * size, last * size), seq.salt, first)
 
     def free(self, seq: Sequence) -> None:

@@ -397,8 +397,7 @@ class Scheduler:
     def _advance(self, piece: Slice, token: Token | None) -> Step:
         seq, stop = piece.seq, piece.start + piece.num_tokens
         assert token is not None or not piece.samples, "a slice that reaches the last known token brings the next one"
-        if self.pool.prefix_cache:
-            self._tables.wrote(seq, piece.start, stop)
+        self._tables.wrote(seq, piece.start, stop)
         seq.num_computed = stop
         ready = self._ready(piece, stop)
         if token is None or not piece.samples:
