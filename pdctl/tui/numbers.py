@@ -47,11 +47,11 @@ def span(value: float | None) -> str:
 
 
 def pair(p50: float | None, p95: float | None) -> str:
-    """ "212 / 640 ms", "2.9 / 7.1 s"."""
+    """ "212 / 640 ms", "2.9 / 7.1 s", "0.5 ms / 13 s": what a box has room for."""
     if p50 is None or p95 is None:
         return "- / -"
     if p95 >= 1000 and p50 < 100:
-        return f"{ms(p50)} ms / {p95 / 1000:.1f} s"
+        return f"{ms(p50)} ms / {p95 / 1000:.{0 if p95 >= 9950 else 1}f} s"
     if p95 >= 1000:
         return f"{p50 / 1000:.1f} / {p95 / 1000:.1f} s"
     return f"{ms(p50)} / {ms(p95)} ms"

@@ -72,6 +72,8 @@ def test_the_area_chart_has_its_limit_and_its_marks() -> None:
         (numbers.pair(212, 640), "212 / 640 ms"),
         (numbers.pair(2900, 7100), "2.9 / 7.1 s"),
         (numbers.pair(12, 1100), "12 ms / 1.1 s"),
+        (numbers.pair(0.5, 12_840), "0.5 ms / 13 s"),
+        (numbers.pair(9.9, 9_960), "9.9 ms / 10 s"),
         (numbers.pair(None, None), "- / -"),
         (numbers.clock(134), "02:14"),
         (numbers.clock(8040), "2h14"),
