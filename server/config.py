@@ -202,7 +202,7 @@ class Hybrid(Section):
         256, description="shorter uncached prompts stay on one worker; 0: every prompt crosses"
     )
     rest_s: Seconds = Field(
-        5.0,
+        1.0,
         description="a prefill worker that nobody's prompt crossed from for so long does whole short ones; 0: never",
     )
     ahead_s: Seconds = Field(

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
+
 from server.boot import Boot
-from server.engine.build import CPU_LOCAL_PREFILL, GPU_LOCAL_PREFILL
-from server.engine.engine import StepResult
-from server.engine.local_prefill import LocalPrefill
 from server.engine.model_runner import ModelRunner
 from server.errors import PdctlError, TransferError
 from server.ledger import Entry
@@ -38,11 +37,12 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
+from server.pool_worker import PoolWorker
 from server.sequence import SeqId, SeqState, Sequence, Token
 from server.transfer.build import receiving_side
 from server.transfer.receiver import ReceiveStats
 from server.wire import Channel
-from server.worker import Worker, main
+from server.worker import main
 
 LEASE_S = 10.0
 PARK_S = 5.0
@@ -61,7 +61,7 @@ class DecodeEntry(Entry):
     is_covered: bool = False
 
 
-class DecodeWorker(Worker[DecodeEntry]):
+class DecodeWorker(PoolWorker[DecodeEntry]):
     """Adds grants and arrivals to a worker."""
 
     role = "decode"
@@ -73,8 +73,6 @@ class DecodeWorker(Worker[DecodeEntry]):
         self._parked: dict[SeqId, tuple[float, Channel]] = {}
         self.counters |= {"lease_expired": 0, "recomputed": 0}
         self._is_dry = False
-        start = GPU_LOCAL_PREFILL if boot.config.decode.gpus else CPU_LOCAL_PREFILL
-        self._local_prefill = LocalPrefill(boot.config.slo.tpot_p95, start)
 
     def handlers(self) -> dict[type, Callable[[Channel, Any], None]]:
         return super().handlers() | {
@@ -103,9 +101,6 @@ class DecodeWorker(Worker[DecodeEntry]):
         self.transfer, self.receiver, self.ring = side.thread, side.receiver, side.ring
         self.offer = side.offer
         self.transfer.start()
-
-    def stop_transfer(self) -> None:
-        self.transfer.close()
 
     def joined(self, channel: Channel) -> None:
         super().joined(channel)
@@ -356,16 +351,8 @@ class DecodeWorker(Worker[DecodeEntry]):
         self._grant()
 
     def turn(self) -> None:
-        self._use_local_prefill()
+        super().turn()
         self._grant()  # a mark may have moved
-
-    def stepped(self, result: StepResult) -> None:
-        self._local_prefill.observe(result.batch, result.seconds)
-        self._use_local_prefill()
-
-    def _use_local_prefill(self) -> None:
-        if self.config.decode.prefill_tokens == "auto":
-            self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
     def overslept(self, seconds: float) -> None:
         for entry in self.ledger:
@@ -388,19 +375,8 @@ class DecodeWorker(Worker[DecodeEntry]):
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)
         counts = self.ring.counts()
-        return Load(
-            **{
-                **{name: getattr(load, name) for name in load.__struct_fields__},
-                "slots_total": counts.total,
-                "slots_free": counts.idle,
-                "counters": {
-                    **self.counters,
-                    **self.transfer.counters(),
-                    "quarantined_slots": float(counts.quarantined),
-                    "local_prefill_tokens": self.engine.scheduler.limits.local_prefill_tokens or 0,
-                },
-            }
-        )
+        counters = {**load.counters, "quarantined_slots": float(counts.quarantined)}
+        return msgspec.structs.replace(load, slots_total=counts.total, slots_free=counts.idle, counters=counters)
 
 
 def _stages(stats: ReceiveStats, heard: float) -> dict[str, float]:

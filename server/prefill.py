@@ -46,10 +46,11 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
+from server.pool_worker import PoolWorker
 from server.sequence import Batch, SeqId, SeqState, Sequence, Token
 from server.transfer.build import sending_side
 from server.wire import Channel, connect, greet
-from server.worker import Worker, main
+from server.worker import main
 
 HOLD_S = 10.0  # blocks without a decode worker to take them
 # Grants asked for or held before admission: more while decode is under its low marks, so that it never runs dry.
@@ -78,7 +79,7 @@ class PrefillEntry(Entry):
     is_received: bool = False  # decode has every block; may be known before the loop here hears of token 0
 
 
-class PrefillWorker(Worker[PrefillEntry]):
+class PrefillWorker(PoolWorker[PrefillEntry]):
     """Adds grants and pushes to a worker."""
 
     role = "prefill"
@@ -119,16 +120,12 @@ class PrefillWorker(Worker[PrefillEntry]):
         self.engine.before_execute = self.scheduled
         self.transfer.start()
 
-    def stop_transfer(self) -> None:
-        self.transfer.close()
-
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)
         links = {name: self._link_state(channel.peer.instance) for name, channel in self.links.items()}
-        counters = {**self.counters, **self.transfer.counters()}
         refused = {name: LinkState("", f"refused: {why}", "none", 0, 0.0) for name, why in self._refusals.items()}
         known = {name: link for name, link in links.items() if link is not None}
-        return msgspec.structs.replace(load, counters=counters, links=refused | known)
+        return msgspec.structs.replace(load, links=refused | known)
 
     def _link_state(self, instance: str) -> LinkState | None:
         chosen, known = self.transport.chosen.get(instance), self.sender.link(instance)
@@ -138,6 +135,7 @@ class PrefillWorker(Worker[PrefillEntry]):
         return LinkState(*chosen, codec, link.bytes, round(link.seconds, 6))
 
     def turn(self) -> None:
+        super().turn()
         self.sender.chunk_tokens = self.config.transfer.chunk_tokens
         self.sender.max_inflight = self.config.transfer.max_inflight
 
@@ -320,6 +318,7 @@ class PrefillWorker(Worker[PrefillEntry]):
     # -- RUNNING: push what is computed --------------------------------------------------------------------------
 
     def stepped(self, result: StepResult) -> None:
+        super().stepped(result)
         with self.engine.lock:  # a drop on the control thread comes wholly before or wholly after
             for step in result.steps:
                 entry = self._entry(step.seq)

@@ -21,7 +21,7 @@ from pdctl.plan.stages import Stages
 from pdctl.plan.tally import Slo, Summary, Tally
 from pdctl.plan.worker import TOKEN, Request, SimWorker
 from server.engine.block_pool import BlockPool
-from server.engine.local_prefill import LocalPrefill
+from server.engine.local_prefill import MIN_TOKENS, LocalPrefill
 from server.engine.scheduler import Limits, Step
 from server.router.attempt import Plan
 from server.router.choice import Rates
@@ -60,7 +60,7 @@ class Sizes:
     chunk_tokens: int = 1024
     max_seqs: int = 16
     max_running: int = 64
-    local_prefill_tokens: int | None = 256  # of a decode worker's first steps; for ever without an objective
+    local_prefill_tokens: int | None = 256  # of the pools' first steps; for ever without an objective
     tpot_objective_s: float = 0.0  # by which its later steps measure how many they carry, as the server's do
     num_blocks: int = 16_384
     block_size: int = 16
@@ -68,7 +68,7 @@ class Sizes:
     hop_s: float = 0.0  # one control message
     queue_high: int = 1 << 30  # of the router: requests waiting for a first token before clients get 429
     prefill_queue_high: int = 8
-    rest_s: float = 5.0  # hybrid.rest_s
+    rest_s: float = 1.0  # hybrid.rest_s
     prefix_cache: bool = False  # wanted only where prompts have something in common: naming blocks takes time
 
 
@@ -130,7 +130,7 @@ class Cluster:
             chunk_tokens=min(sizes.chunk_tokens, sizes.token_budget),
             max_seqs=sizes.max_seqs,
             max_running=sizes.max_seqs if role == "prefill" else sizes.max_running,
-            local_prefill_tokens=sizes.local_prefill_tokens if role == "decode" else None,
+            local_prefill_tokens=self._local_prefill_tokens(role),
             age_limit_s=sizes.age_limit_s,
             ahead=AHEAD,
         )
@@ -153,9 +153,15 @@ class Cluster:
             for i in range(size)
         ]
 
+    def _local_prefill_tokens(self, role: str) -> int | None:
+        tokens = self._sizes.local_prefill_tokens
+        if role == "colocated" or tokens is None:
+            return None
+        return max(MIN_TOKENS, tokens) if role == "prefill" else tokens
+
     def _local_prefill(self, role: str) -> LocalPrefill | None:
-        objective, start = self._sizes.tpot_objective_s, self._sizes.local_prefill_tokens
-        is_measured = role == "decode" and objective > 0 and self._layout.threshold > 0
+        objective, start = self._sizes.tpot_objective_s, self._local_prefill_tokens(role)
+        is_measured = objective > 0 and self._layout.threshold > 0
         return LocalPrefill(objective, start) if is_measured and start is not None else None
 
     def _blocks(self) -> BlockPool:

@@ -20,11 +20,12 @@ from server.engine.engine import Engine
 from server.engine.host_pool import HostPool
 from server.engine.kv_cache import LAYOUT_VERSION
 from server.engine.limits import PIECE_TOKENS, Limits
+from server.engine.local_prefill import MIN_TOKENS
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler
 from server.errors import StartError
 
-# Prompt tokens a decode worker computes in a step in which others decode, until steps have been measured.
+# Prompt tokens a worker of a pool computes in a step in which others decode, until steps have been measured.
 CPU_LOCAL_PREFILL: Final = 32
 GPU_LOCAL_PREFILL: Final = 256
 
@@ -75,18 +76,32 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.max_seqs = pool.max_seqs
             limits.max_running = pool.max_seqs
             limits.reserves_growth = True
+            limits.local_prefill_tokens = max(MIN_TOKENS, local_prefill_of(config, role))  # prompts are what it is for
+            limits.step_sizes = _step_sizes(config, pool)
         case Decode():
             limits.max_running = pool.max_running
             limits.reserves_growth = True
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
             limits.idle_swap_s = pool.idle_swap_s
-            auto = GPU_LOCAL_PREFILL if pool.gpus else CPU_LOCAL_PREFILL
-            limits.local_prefill_tokens = auto if pool.prefill_tokens == "auto" else pool.prefill_tokens
-            limits.step_sizes = PIECE_TOKENS if pool.gpus and pool.prefill_tokens == "auto" else ()
+            limits.local_prefill_tokens = local_prefill_of(config, role)
+            limits.step_sizes = _step_sizes(config, pool)
         case Colocated():
             limits.max_running = pool.max_running
     return limits
+
+
+def local_prefill_of(config: Config, role: Role) -> int:
+    """Prompt tokens of a step in which anything decodes, of both pools: what the profile says, or what a worker begins
+    with that measures how many its objective leaves."""
+    wanted = config.decode.prefill_tokens
+    if wanted != "auto":
+        return wanted
+    return GPU_LOCAL_PREFILL if config.pool(role).gpus else CPU_LOCAL_PREFILL
+
+
+def _step_sizes(config: Config, pool: Prefill | Decode) -> tuple[int, ...]:
+    return PIECE_TOKENS if pool.gpus and config.decode.prefill_tokens == "auto" else ()
 
 
 def model_facts(boot: Boot, runner: ModelRunner) -> dict[str, str]:

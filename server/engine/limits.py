@@ -14,7 +14,7 @@ class Limits:
     max_seqs: int = 16  # prompts computed at once
     max_running: int = 64  # sequences in RUNNING; lowered, it drains
     max_len: int = 1 << 30  # prompt + output of one sequence
-    local_prefill_tokens: int | None = None  # decode role: prompt tokens of a step in which anything decodes
+    local_prefill_tokens: int | None = None  # of a pool's worker: prompt tokens of a step in which anything decodes
     step_sizes: tuple[int, ...] = ()  # steps of prompts beside sequences that decode are padded to these
     age_limit_s: float = 5.0  # older than this is never overtaken
     ahead: int = 4  # grants asked for or held, and not yet admitted

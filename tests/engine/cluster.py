@@ -266,7 +266,7 @@ class Cluster:
             chunk_tokens=random.choice([8, 16, 64]),
             max_seqs=random.randrange(1, 5),
             max_running=random.choice([1, 2, 8]),
-            local_prefill_tokens=random.choice([0, 4, 16]) if decodes else None,
+            local_prefill_tokens=random.choice([0, 4, 16] if decodes else [4, 16]),
             age_limit_s=random.choice([0.1, 1.0, 100.0]),
             ahead=random.randrange(1, 6),
             ahead_share=1.0,  # pools are small here

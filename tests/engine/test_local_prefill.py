@@ -2,6 +2,8 @@
 
 import pytest
 
+from server.config import Config
+from server.engine.build import limits_for
 from server.engine.local_prefill import MIN_TOKENS, LocalPrefill
 from server.sequence import Batch, SamplingParams, SeqId, Sequence, Slice
 
@@ -34,6 +36,36 @@ def test_over_the_objective_it_stretches_a_step() -> None:
 
 def test_it_never_starves_prompts() -> None:
     assert run(0.040, 0.030, 0.1).tokens == MIN_TOKENS
+
+
+def test_what_a_few_tokens_cost_is_not_believed_of_many() -> None:
+    """Up to 100 prompt tokens hide behind the reading of the weights, and then it is 0.2 ms a token. 1. Short prompts
+    cost nothing. 2. A long one comes: one step is somewhat over the objective, the tenth is at what is used of it."""
+    local, took = LocalPrefill(0.040, start=128), []
+    for num_prompt in [64] * 20 + [2000] * 10:
+        num_prompt = min(num_prompt, local.tokens)
+        local.observe(batch(4, 0), 0.010)
+        took.append(0.010 + 0.0002 * max(0, num_prompt - 100))
+        local.observe(batch(4, num_prompt), took[-1])
+    assert max(took) < 0.048
+    assert sum(seconds > 0.040 for seconds in took) <= 1
+    assert took[-1] == pytest.approx(0.036, abs=0.003)
+
+
+def test_a_slow_step_of_a_few_tokens_says_little() -> None:
+    local = run(0.040, 0.010, 0.0002)
+    local.observe(batch(4, 1), 0.040)
+    local.observe(batch(4, 3), 0.040)
+    assert local.tokens > 80
+
+
+@pytest.mark.parametrize(("wanted", "prefill", "decode"), [("auto", 32, 32), (100, 100, 100), (0, 32, 0)])
+def test_both_pools_begin_with_what_the_profile_says(wanted: object, prefill: int, decode: int) -> None:
+    """0 keeps prompts from decode workers beside their streams; prefill workers would have nothing left to do."""
+    config = Config.model_validate({"prefill": {"workers": 1}, "decode": {"workers": 1, "prefill_tokens": wanted}})
+    assert limits_for(config, "prefill", 4096).local_prefill_tokens == prefill
+    assert limits_for(config, "decode", 4096).local_prefill_tokens == decode
+    assert limits_for(config, "colocated", 4096).local_prefill_tokens is None
 
 
 def test_nothing_known_nothing_changed() -> None:

@@ -221,6 +221,14 @@ def test_a_new_stack_finds_out_that_decode_can_relieve_prefill() -> None:
     assert rates.prefill.count > rates.local.count, "relief, no more"
 
 
+def test_a_long_prompt_does_not_stall_what_a_prefill_worker_writes() -> None:
+    """Short prompts are done where prefill rests, and then one of 2,000 tokens is to cross: 0.1 s of reading."""
+    sizes = Sizes(tpot_objective_s=0.02, rest_s=0.01)
+    lengths = Lengths(451, 100, mix=(64, 64, 64, 64, 2000))
+    mix = run(Layout(prefill=1, decode=1, threshold=256), lengths, sizes, concurrency=8)
+    assert mix.tally.gaps.quantile(1.0) < 0.03
+
+
 def test_decode_takes_of_prompts_what_its_objective_leaves() -> None:
     def tokens(objective_s: float) -> int | None:
         sizes = Sizes(local_prefill_tokens=32, tpot_objective_s=objective_s, rest_s=0.0)

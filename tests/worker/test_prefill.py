@@ -474,6 +474,35 @@ def test_rest_of_a_sequence_here(p: PrefillStage) -> None:
     assert p.num_held == 0
 
 
+def test_its_own_streams_keep_to_the_objective(p: PrefillStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 10 ms and 0.5 ms a prompt token; slo.tpot_p95 is 40 ms. 1. A whole sequence is done here. 2. A long
+    prompt that is to cross comes: beside the stream its steps stay within the objective. 3. Nothing streams any more:
+    it is read in whole chunks."""
+    launch, took = p.engine.runner.launch, []
+
+    def slowly(batch: Batch) -> Launched:
+        took.append(0.010 + 0.0005 * sum(piece.num_tokens for piece in batch.slices if piece.num_tokens > 1))
+        p.clock.now += took[-1]
+        return launch(batch)
+
+    monkeypatch.setattr(p.engine.runner, "launch", slowly)
+    p.engine.scheduler.limits.chunk_tokens = 256
+    own, long = seq(2), seq(1)
+    p.tell(p.router, Prefill(own, PROMPT, SamplingParams(max_tokens=6, temperature=0.0)))
+    p.step()
+    p.step()
+    p.tell(p.router, Prefill(long, list(range(3, 903)), PARAMS, decode="decode-0"))
+    p.grant(long)
+    beside = []
+    while p.state(own) == "ahead":
+        p.step()
+        beside.append(took[-1])
+    assert max(beside) <= 0.040
+    assert max(beside[1:]) == pytest.approx(0.036, abs=0.001)  # USED of it, once a step with a prompt was measured
+    p.step()
+    assert took[-1] == pytest.approx(0.010 + 256 * 0.0005)
+
+
 def test_what_a_step_under_way_writes_is_not_pushed(p: PrefillStage) -> None:
     """1. A device computes the first chunk, and the second is launched behind it: neither is there to be read. 2. The
     first has ended: it crosses, and it alone."""
