@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import http.server
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -101,7 +102,8 @@ def console(count: int) -> Iterator[tuple[Terminal, Router]]:
     threading.Thread(target=router.serve_forever, daemon=True).start()
     command = [sys.executable, "-P", "-m", "pdctl", "tui", "--host", f"http://127.0.0.1:{router.server_port}"]
     with tempfile.TemporaryDirectory() as folder:
-        terminal = Terminal(Path(folder), command, {"PDCTL_ADMIN_KEY": "any", "PYTHONPATH": str(ROOT)})
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        terminal = Terminal(Path(folder), command, {"PDCTL_ADMIN_KEY": "any", "PYTHONPATH": path})
         try:
             eventually(lambda: "READY" in terminal.screen(), 30, "the first frame")
             yield terminal, router

@@ -276,7 +276,12 @@ async def router_before(
             "--boot",
             str(folder / "boot.json"),
             pass_fds=(listener.fileno(),),
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},  # as the supervisor has it
+            # As the supervisor has it.
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             stderr=None if is_loud else subprocess.DEVNULL,
         )
         port = listener.getsockname()[1]

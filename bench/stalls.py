@@ -72,7 +72,7 @@ MODEL = "smollm2-135m"
 def measure(profile: str, rounds: int, long_prompt: int, seed: int) -> tuple[float, float, float]:
     """Medians over `rounds` of (median gap, largest gap, reading time), against a stack of its own."""
     with tempfile.TemporaryDirectory() as state:
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PDCTL_STATE_DIR": state}
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PDCTL_STATE_DIR": state}
         pdctl = [sys.executable, "-P", "-m", "pdctl"]
         subprocess.run(
             [*pdctl, "up", profile, "-d", "--set", "router.port=0", "--progress", "quiet"], env=env, check=True
