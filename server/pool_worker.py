@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from server.boot import Boot
-from server.engine.build import local_prefill_of
+from server.engine.build import local_prefill_start
 from server.engine.engine import StepResult
 from server.engine.local_prefill import LocalPrefill
 from server.engine.model_runner import ModelRunner
@@ -25,7 +25,7 @@ class PoolWorker(Worker[E]):
         self, boot: Boot, clock: Callable[[], float] = time.monotonic, runner: ModelRunner | None = None
     ) -> None:
         super().__init__(boot, clock, runner)
-        self._local_prefill = LocalPrefill(boot.config.slo.tpot_p95, local_prefill_of(boot.config, self.role))
+        self._local_prefill = LocalPrefill(boot.config.slo.tpot_p95, local_prefill_start(boot.config, self.role))
 
     def stop_transfer(self) -> None:
         self.transfer.close()
@@ -34,7 +34,8 @@ class PoolWorker(Worker[E]):
         self._use_local_prefill()
 
     def stepped(self, result: StepResult) -> None:
-        self._local_prefill.observe(result.batch, result.seconds)
+        if result.error is None:
+            self._local_prefill.observe(result.batch, result.seconds)
         self._use_local_prefill()
 
     def _use_local_prefill(self) -> None:

@@ -76,7 +76,7 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.max_seqs = pool.max_seqs
             limits.max_running = pool.max_seqs
             limits.reserves_growth = True
-            limits.local_prefill_tokens = max(MIN_TOKENS, local_prefill_of(config, role))  # prompts are what it is for
+            limits.local_prefill_tokens = max(MIN_TOKENS, _local_prefill(config, role))  # prompts are what it is for
             limits.step_sizes = _step_sizes(config, pool)
         case Decode():
             limits.max_running = pool.max_running
@@ -84,20 +84,21 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
             limits.idle_swap_s = pool.idle_swap_s
-            limits.local_prefill_tokens = local_prefill_of(config, role)
+            limits.local_prefill_tokens = _local_prefill(config, role)
             limits.step_sizes = _step_sizes(config, pool)
         case Colocated():
             limits.max_running = pool.max_running
     return limits
 
 
-def local_prefill_of(config: Config, role: Role) -> int:
-    """Prompt tokens of a step in which anything decodes, of both pools: what the profile says, or what a worker begins
-    with that measures how many its objective leaves."""
-    wanted = config.decode.prefill_tokens
-    if wanted != "auto":
-        return wanted
+def local_prefill_start(config: Config, role: Role) -> int:
+    """Prompt tokens of a step in which anything decodes, until a worker has measured how many its objective leaves."""
     return GPU_LOCAL_PREFILL if config.pool(role).gpus else CPU_LOCAL_PREFILL
+
+
+def _local_prefill(config: Config, role: Role) -> int:
+    wanted = config.decode.prefill_tokens
+    return local_prefill_start(config, role) if wanted == "auto" else wanted
 
 
 def _step_sizes(config: Config, pool: Prefill | Decode) -> tuple[int, ...]:

@@ -503,6 +503,15 @@ def test_its_own_streams_keep_to_the_objective(p: PrefillStage, monkeypatch: pyt
     assert took[-1] == pytest.approx(0.010 + 256 * 0.0005)
 
 
+def test_a_limit_of_none_turned_back_to_auto(p: PrefillStage) -> None:
+    """1. decode.prefill_tokens = 0 leaves a prefill worker its least. 2. Back to auto, it measures anew."""
+    limits = p.engine.scheduler.limits
+    p.tell(p.router, SetKnobs(1, {"decode.prefill_tokens": 0}))
+    assert limits.local_prefill_tokens == 32
+    p.tell(p.router, SetKnobs(2, {"decode.prefill_tokens": "auto"}))
+    assert limits.local_prefill_tokens == 32
+
+
 def test_what_a_step_under_way_writes_is_not_pushed(p: PrefillStage) -> None:
     """1. A device computes the first chunk, and the second is launched behind it: neither is there to be read. 2. The
     first has ended: it crosses, and it alone."""
