@@ -23,7 +23,7 @@ from pdctl.render import note, print_json
 
 DEFAULT_MODES = ("colocated", "pd=demo")
 PROMPTS, CONCURRENCIES = (128, 1024, 4096), (1, 2, 4, 8, 16, 32)
-QUICK_PROMPTS, QUICK_CONCURRENCIES = (64, 192, 384), (1, 4)
+QUICK_PROMPTS, QUICK_CONCURRENCIES = (64, 160, 320), (1, 4)
 QUICK_LIMIT_S = 3.0  # of new requests in a cell and round: all of it in 5 minutes where one takes seconds
 
 
