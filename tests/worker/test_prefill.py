@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from server.engine.engine import StepResult
 from server.engine.model_runner import Launched
+from server.knobs import turned
 from server.messages import (
     Abort,
     AbortAck,
@@ -23,7 +26,9 @@ from server.messages import (
     SlotCredit,
     Tokens,
 )
-from server.sequence import Batch, SamplingParams
+from server.pool_worker import PoolWorker
+from server.prefill import PrefillWorker
+from server.sequence import Batch, SamplingParams, Sequence, Slice
 from tests.transfer.world import seq
 from tests.worker.stage import AHEAD_S, LEASE_S, PARAMS, PROMPT, TOKEN, Peer, PrefillStage
 
@@ -503,13 +508,25 @@ def test_its_own_streams_keep_to_the_objective(p: PrefillStage, monkeypatch: pyt
     assert took[-1] == pytest.approx(0.010 + 256 * 0.0005)
 
 
-def test_a_limit_of_none_turned_back_to_auto(p: PrefillStage) -> None:
-    """1. decode.prefill_tokens = 0 leaves a prefill worker its least. 2. Back to auto, it measures anew."""
-    limits = p.engine.scheduler.limits
+def test_a_limit_of_none_turned_to_auto(p: PrefillStage) -> None:
+    """1. decode.prefill_tokens = 0 leaves a prefill worker its least. 2. Where the profile itself says 0, auto begins
+    with what it begins with elsewhere, not with nothing."""
+    limits, boot = p.engine.scheduler.limits, p.worker.boot
     p.tell(p.router, SetKnobs(1, {"decode.prefill_tokens": 0}))
     assert limits.local_prefill_tokens == 32
-    p.tell(p.router, SetKnobs(2, {"decode.prefill_tokens": "auto"}))
+    none = PrefillWorker(msgspec.structs.replace(boot, config=turned(boot.config, {"decode.prefill_tokens": 0})))
+    none.engine, none.config = p.engine, boot.config
+    PoolWorker.turn(none)
     assert limits.local_prefill_tokens == 32
+
+
+def test_a_failed_step_says_nothing_of_its_cost(p: PrefillStage) -> None:
+    """One that decodes would have told what that takes alone, and one with a prompt what a token takes beside it."""
+    own = Sequence(seq(1), PROMPT, PARAMS)
+    alone, mixed = Batch([Slice(own, 40, 1)]), Batch([Slice(own, 40, 1), Slice(own, 0, 32)])
+    for batch in (alone, mixed) * 3:
+        p.worker.stepped(StepResult(batch, [], 0.0, 1e-5, error=RuntimeError("no")))
+    assert p.engine.scheduler.limits.local_prefill_tokens == 32
 
 
 def test_what_a_step_under_way_writes_is_not_pushed(p: PrefillStage) -> None:
