@@ -53,8 +53,9 @@ def fit(calibration: dict[str, Any], source: str) -> Stages:
         "prefill": _alone(calibration.get("prefill", []), found.read_read, found.read_write),
         "decode": _alone(calibration.get("decode", []), found.write_write, found.write_read),
     }
-    readers = {role: terms for role in ROLES if (terms := _reading(calibration, role, chunk))}
     writers = {role: terms for role in ROLES if (terms := _decoding(calibration, role))}
+    most = min((terms[0] for terms in writers.values()), default=float("inf"))
+    readers = {role: terms for role in ROLES if (terms := _reading(calibration, role, chunk, most))}
     if not readers or not writers:
         what = "prompts" if not readers else "decoding"
         raise UsageError(f"{source} holds no calibration of {what}", help="pdctl bench --calibrate -o RESULT.json")
@@ -109,13 +110,20 @@ def _alone(points: Sequence[Sequence[Any]], among: float, beside: float) -> list
     ]
 
 
-def _reading(calibration: dict[str, Any], role: str, chunk: int) -> Terms | None:
-    """A step of a prompt: (constant, a token, a token times one before it)."""
+def _reading(calibration: dict[str, Any], role: str, chunk: int, most: float) -> Terms | None:
+    """A step of a prompt: (constant, a token, a token times one before it). The constant is `most` at most, that of a
+    step that decodes: lengths that are alike do not tell it from the tokens, and what it is too large for is theirs."""
     seen = [(int(n), float(s)) for r, n, s in calibration.get("prefill", []) if r == role and s > 0]
     if not seen:
         return None
     rows = [(-(-n // chunk), n, n * n / 2) for n, _ in seen]
-    return _three(nonnegative(rows, [s for _, s in seen]))
+    base, token, attention = nonnegative(rows, [s for _, s in seen])
+    if base <= most:
+        return base, token, attention
+    rest = [max(0.01 * s, s - most * steps) for (_, s), (steps, *_) in zip(seen, rows, strict=True)]
+    of_tokens = [row[1:] for row in rows] if len({n for n, _ in seen}) > 1 else [(n, 0.0) for n, _ in seen]
+    token, attention = nonnegative(of_tokens, rest)
+    return most, token, attention
 
 
 def _decoding(calibration: dict[str, Any], role: str) -> Terms | None:
@@ -132,7 +140,6 @@ def _combined(reader: Terms, writer: Terms | None) -> StepModel:
     if writer is None:
         return StepModel(base_s=base, prompt_token_s=token, prompt_context_s=attention)
     step, seq, context = writer
-    base = min(base, step)
     return StepModel(base, step - base, token, attention, seq, context)
 
 

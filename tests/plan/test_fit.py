@@ -65,6 +65,19 @@ def test_contention_is_found_and_taken_out() -> None:
     assert 1.3 < slow.tpot_mean / fast.tpot_mean < 1.75, "the other core is at work most of the time"
 
 
+@pytest.mark.parametrize("lengths", [[1024], [1000, 1010, 1024], [64, 160, 320]])
+def test_a_prompt_keeps_its_time_whatever_lengths_were_measured(lengths: list[int]) -> None:
+    """0.8 ms a token and 40 ms a step that decodes. Lengths that are alike do not tell a step's constant from its
+    tokens: what is too much for the one is the other's, and nothing of it is lost."""
+    prompts = [[role, n, 0.0008 * n, 0] for role in ("prefill", "colocated") for n in lengths]
+    decoding = [["decode", b, 1056.0, 0.040 + 0.003 * b, 0] for b in (1, 4, 8)]
+    stages = fit({"chunk_tokens": 256, "prefill": prompts, "decode": decoding}, "x")
+    for length in lengths:
+        assert stages.prefill.prefill_s(length, 256) == pytest.approx(0.0008 * length, rel=0.05)
+        assert stages.colocated.prefill_s(length, 256) == pytest.approx(0.0008 * length, rel=0.05)
+    assert stages.colocated.decode_s(4, 1056) == pytest.approx(0.052, rel=0.05)
+
+
 def test_no_term_is_negative() -> None:
     assert nonnegative([(1, 1), (1, 2), (1, 3)], [3, 2, 1])[1] == 0
     assert min(nonnegative([(1, 1), (1, 2), (1, 3)], [1, 4, 7])) == 0
