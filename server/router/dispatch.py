@@ -163,9 +163,13 @@ class Dispatcher:
 
     def _alone(self) -> list[Route]:
         """Who can do a whole sequence: the colocated pool; without one, whom a pair has proven, decode workers always
-        and prefill workers while they rest."""
+        and prefill workers while they rest, or where no pair is left: a prompt that nobody can be handed is done where
+        it is read, rather than wait for a restart."""
         self._find_open()
-        return self._pool or [end for end in self._ends if end.worker.role == "decode" or self._is_rested(end.worker)]
+        if self._pool:
+            return self._pool
+        able = [end for end in self._ends if end.worker.role == "decode" or self._is_rested(end.worker)]
+        return able if able or self._pairs else self._ends
 
     def _is_rested(self, worker: Worker) -> bool:
         """What it decoded would stall while it reads for others, and make that wait: it does one or the other."""

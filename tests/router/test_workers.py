@@ -385,6 +385,31 @@ async def test_lost_prefill_leaves_decode_serving_alone(start: Start) -> None:
     assert cluster.decode.heard(Prefill)[0].decode == ""
 
 
+async def timed(cluster: Cluster) -> dict[str, Any]:
+    """The stage record of one more request."""
+    answer = await cluster.chat(headers={"x-pdctl-timing": "1"})
+    assert answer.status == 200
+    return dict(answer.json["pdctl"])
+
+
+async def test_lost_decode_leaves_prefill_serving_alone(start: Start) -> None:
+    """Every prompt crosses here. 1 The only decode worker dies: prefill does the next prompt whole, and nobody waits.
+    2 It is back, and a probe went through: prompts cross again."""
+    cluster = await start(prefill=1, decode=1, router={"worker_wait": 0})
+    assert (await timed(cluster))["path"] == "pd"
+    await cluster.decode.stop()
+    await lost(cluster, "decode-0")
+    alone = await timed(cluster)
+    assert (alone["path"], alone["decode"], alone["prefill"]) == ("colocated", "prefill-0", None)
+    assert cluster.prefill.heard(Prefill)[-1].decode == ""
+    assert (await cluster.request("GET", "/readyz")).status == 200
+    cluster.decode.restart()
+    await cluster.decode.start()
+    dispatcher = cluster.stack.dispatcher
+    await until(lambda: dispatcher.is_proven(dispatcher.routes[0]))
+    assert (await timed(cluster))["path"] == "pd"
+
+
 async def test_requests_wait_for_a_worker_that_comes_back(start: Start) -> None:
     """1 the only worker dies, 2 a request and a stream wait in the queue, 3 it is back, 4 both are answered."""
     cluster = await start(colocated=1)
@@ -540,7 +565,10 @@ async def test_drain_and_resume(start: Start) -> None:
     assert state.shown_state == "drained"
 
     assert (await cluster.post("/admin/workers/decode-1/drain", {}, ADMIN)).status == 200
-    assert (await cluster.chat()).status == 503
+    assert (await timed(cluster))["decode"] == "prefill-0"  # nobody is left to hand it to
+    assert (await cluster.post("/admin/workers/prefill-0/drain", {}, ADMIN)).status == 200
+    assert check_error(await cluster.chat(), 503)["code"] == "no_worker"
+    assert (await cluster.post("/admin/workers/prefill-0/resume", {}, ADMIN)).json["state"] == "connected"
     assert (await cluster.post("/admin/workers/decode-1/resume", {}, ADMIN)).json["state"] == "connected"
     count = len(second.heard(Decode))
     assert (await cluster.chat()).status == 200
