@@ -38,11 +38,16 @@ class PoolWorker(Worker[E]):
             self._local_prefill.observe(result.batch, result.seconds)
         self._use_local_prefill()
 
+    @property
+    def _is_auto(self) -> bool:
+        return self.config.decode.prefill_tokens == "auto"
+
     def _use_local_prefill(self) -> None:
-        if self.config.decode.prefill_tokens == "auto":
+        if self._is_auto:
             self.engine.scheduler.limits.local_prefill_tokens = self._local_prefill.tokens
 
     def load(self, busy_share: float) -> Load:
         load = super().load(busy_share)
         own = {"local_prefill_tokens": float(self.engine.scheduler.limits.local_prefill_tokens or 0)}
-        return msgspec.structs.replace(load, counters={**load.counters, **self.transfer.counters(), **own})
+        counters = {**load.counters, **self.transfer.counters(), **own}
+        return msgspec.structs.replace(load, counters=counters, is_tight=self._is_auto and self._local_prefill.is_tight)

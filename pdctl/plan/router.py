@@ -172,6 +172,8 @@ _INBOX = Inbox()  # that nobody reads: what is open is counted
 def look_at(seen: Seen, worker: SimWorker) -> None:
     """What a worker tells a router, all of it and at once."""
     scheduler, pool = worker.scheduler, worker.scheduler.pool
-    seen.load = Load(0, 0, 0, 0, 0, pool.num_usable, pool.num_used, 0, over_high=not scheduler.is_open)
+    seen.load = Load(
+        *(0, 0, 0, 0, 0, pool.num_usable, pool.num_used, 0), over_high=not scheduler.is_open, is_tight=worker.is_tight
+    )
     for digest, is_here in pool.take_changes().items():
         (seen.cached.add if is_here else seen.cached.discard)(digest[:NAME_BYTES])

@@ -120,6 +120,10 @@ class SimWorker:
     def is_computing(self) -> bool:
         return self._batch is not None or self._leap is not None
 
+    @property
+    def is_tight(self) -> bool:
+        return self._local_prefill is not None and self._local_prefill.is_tight
+
     def interrupt(self) -> None:
         """Before a message is handled: makes the scheduler's state that of now."""
         leap = self._leap

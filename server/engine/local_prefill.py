@@ -20,10 +20,12 @@ PROBE_STEPS = 8  # with prompts, before one without
 
 
 class LocalPrefill:
-    """`tokens` is for the next step; 0, once, where it is to go without. Touched by the engine thread only."""
+    """`tokens` is for the next step; 0, once, where it is to go without. `is_tight`: decoding alone takes
+    all of the objective, however few decode. Touched by the engine thread only; others may read `is_tight`."""
 
     def __init__(self, objective_s: float, start: int) -> None:
         self.tokens = start
+        self.is_tight = False
         self._objective_s = objective_s
         self._alone_s: dict[int, float] = {}  # by power of two of the sequences that decode
         self._most = start
@@ -49,7 +51,9 @@ class LocalPrefill:
         if num_prompt:
             self._learn(num_prompt, max(0.0, seconds - alone_s), alone_s)
             self._most = max(self._most, batch.num_tokens)
-        room_s = max(USED * self._objective_s - alone_s, STRETCH * alone_s)
+        within_s = USED * self._objective_s
+        self.is_tight = min(self._alone_s.values()) >= within_s
+        room_s = max(within_s - alone_s, STRETCH * alone_s)
         fitting = room_s / max(1e-7, self._token_s) if self._squares else self._most
         self.tokens = int(max(MIN_TOKENS, min(MAX_TOKENS, GROWTH * self._most, fitting)))
 

@@ -38,6 +38,7 @@ class State:
     over_high: bool = False
     free: int = 1000  # blocks
     rested_s: float = 0.0
+    is_tight: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Case:
 
 
 RESTED = State(rested_s=60.0)
+TIGHT = State(open=1, is_tight=True)
 CASES = {
     "a short prompt stays": Case("decode-1", states={"decode-0": State(open=3)}),
     "with a threshold of 0 it crosses": Case("prefill-1>decode-0", threshold=0, states={"prefill-0": State(reading=1)}),
@@ -84,6 +86,12 @@ CASES = {
     "it is no relief for a long one": Case(
         "prefill-0>decode-0", prefill=1, decode=1, threshold=50, states={"prefill-0": RESTED, "decode-0": State(open=2)}
     ),
+    "decode cannot keep its pace: short ones cross": Case("prefill-0>decode-0", states={f"decode-{i}": TIGHT for i in (0, 1)}),
+    "also where prefill rests": Case("prefill-0>decode-0", prefill=1, decode=1, states={"prefill-0": RESTED, "decode-0": TIGHT}),
+    "not where decode has no streams": Case("decode-1", states={"decode-0": TIGHT, "decode-1": State(is_tight=True)}),
+    "nor where prefill is backlogged": Case(
+        "decode-0", prefill=1, decode=1, states={"prefill-0": State(reading=8), "decode-0": TIGHT}
+    ),
     "one pool": Case("colocated-1", prefill=0, decode=0, colocated=2, states={"colocated-0": State(reading=1)}),
 }
 
@@ -92,7 +100,7 @@ def paint(worker: Seen, state: State, now: float) -> Seen:
     """Makes it look so."""
     names = prefix_digests(PROMPT[: state.cached], "", BLOCK)
     worker.cached = {digest[:NAME_BYTES] for digest in names}
-    worker.load = Load(0, 0, 0, 0, 0, 1000, 1000 - state.free, 0, over_high=state.over_high)
+    worker.load = Load(0, 0, 0, 0, 0, 1000, 1000 - state.free, 0, over_high=state.over_high, is_tight=state.is_tight)
     for _ in range(state.reading):
         worker.begin_reading(1000, 0.0)
     worker.open = {SeqId("test", n, 0): Inbox() for n in range(state.open)}
@@ -141,6 +149,12 @@ def test_as_the_real_one(case: Case) -> None:
     assert simulated(case, has_prefixes=True) == case.goes
     if not any(state.cached for state in case.states.values()):
         assert simulated(case, has_prefixes=False) == case.goes, "the best of each pool make the best pair"
+
+
+def test_a_colocated_pool_takes_short_ones_whatever_decode_does() -> None:
+    """No layout of the simulator's has such a pool beside the others."""
+    case = Case("colocated-0", prefill=1, decode=1, colocated=1, states={"decode-0": TIGHT})
+    assert dispatcher(case).choose(PROMPT).route.name == case.goes
 
 
 def test_refuses_as_the_real_one() -> None:
@@ -227,6 +241,17 @@ def test_a_long_prompt_does_not_stall_what_a_prefill_worker_writes() -> None:
     lengths = Lengths(451, 100, mix=(64, 64, 64, 64, 2000))
     mix = run(Layout(prefill=1, decode=1, threshold=256), lengths, sizes, concurrency=8)
     assert mix.tally.gaps.quantile(1.0) < 0.03
+
+
+def test_a_device_that_cannot_keep_the_objective_reads_no_prompt_beside_its_streams() -> None:
+    """A decode step takes at least 5 ms. With an objective of 4 short prompts cross too, as if the threshold were 0; with
+    one of 20 they stay on decode, or on prefill while it rests."""
+    lengths = Lengths(64, 100)
+    tight, roomy = (
+        run(Layout(prefill=1, decode=1, threshold=256), lengths, Sizes(tpot_objective_s=s), count=60, concurrency=8)
+        for s in (0.004, 0.02)
+    )
+    assert tight.utilisation()["prefill"] < 0.2 < 0.8 < roomy.utilisation()["prefill"]
 
 
 def test_decode_takes_of_prompts_what_its_objective_leaves() -> None:
