@@ -1,7 +1,8 @@
 """What one router process costs: a whole one, on a core of its own, before a worker that answers at once.
 
-1. One request at a time: the latency that the router adds, from the request to its first event (there and back, text
-   and all), and from the worker's token to the client's event.
+1. One request at a time, from the request to its first event: through the router, and of a bare server in its place
+   that answers the same bytes without looking at the request. The router adds the difference: its own work, and the way
+   to a worker and back. Also from the worker's token to the client's event.
 2. `--streams` at once: streamed and detokenized tokens a second, one token an event, and the router's CPU time a token.
    The worker sends a step of all streams in one message, as a real one does, and is at most `--ahead` steps ahead of
    what the clients have read: the router is the limit, and nothing piles up in it. A stream that is behind gets several
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing as mp
 import os
 import socket
 import statistics
@@ -23,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -142,35 +145,95 @@ class Client(asyncio.Protocol):
         self.transport.write(head.encode() + body)
 
 
-async def added_latency(port: int, worker: PlayedWorker, count: int) -> dict[str, float]:
-    """Milliseconds, medians: request to first event, worker's token to its event."""
-    loop = asyncio.get_running_loop()
-    seen: asyncio.Future[float] = loop.create_future()
-    over = asyncio.Event()
+class Bare(asyncio.Protocol):
+    """A server that knows its answer, a stream of one token."""
 
-    def on_events(_: Client, count: int, is_over: bool) -> None:
-        if (count or is_over) and not seen.done():
-            seen.set_result(time.perf_counter())
+    EVENT = {
+        "id": "cmpl-" + "0" * 24,
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": "smollm2-135m",
+        "choices": [{"index": 0, "text": " The", "logprobs": None, "finish_reason": None}],
+    }
+    ANSWER = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        + b"".join(
+            b"%x\r\n%b\r\n" % (len(part), part)
+            for part in (b"data: %b\n\n" % json.dumps(EVENT).encode(), b"data: [DONE]\n\n", b"")
+        )
+    )
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(self.ANSWER)
+
+
+def serve_bare(core: int, port: Connection) -> None:
+    """Of a process of its own, until it is ended."""
+
+    async def run() -> None:
+        server = await asyncio.get_running_loop().create_server(Bare, "127.0.0.1", 0)
+        port.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    os.sched_setaffinity(0, {core})
+    uvloop.run(run())
+
+
+class Asking:
+    """One request at a time on one connection."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+        self._seen: asyncio.Future[float]
+        self.client: Client
+
+    @classmethod
+    async def connect(cls, port: int) -> "Asking":
+        asking = cls()
+        loop = asyncio.get_running_loop()
+        _, asking.client = await loop.create_connection(lambda: Client(asking._on_events), "127.0.0.1", port)
+        return asking
+
+    def _on_events(self, _: Client, count: int, is_over: bool) -> None:
+        if (count or is_over) and not self._seen.done():
+            self._seen.set_result(time.perf_counter())
         if is_over:
-            over.set()
+            self._over.set()
 
-    _, client = await loop.create_connection(lambda: Client(on_events), "127.0.0.1", port)
-    whole, token = [], []
+    async def first_event(self) -> tuple[float, float]:
+        """When it was asked for, and when it came."""
+        self._seen, began = asyncio.get_running_loop().create_future(), time.perf_counter()
+        self._over.clear()
+        self.client.ask(1)
+        at = await asyncio.wait_for(self._seen, 10)
+        await asyncio.wait_for(self._over.wait(), 10)
+        await asyncio.sleep(PAUSE_S)
+        return began, at
+
+
+async def added_latency(port: int, bare_port: int, worker: PlayedWorker, count: int) -> dict[str, float]:
+    """Milliseconds, in pairs of a request through the router and one to the bare server."""
+    router, bare = await Asking.connect(port), await Asking.connect(bare_port)
+    whole, token, direct = [], [], []
     for _ in range(count):
-        seen, began = loop.create_future(), time.perf_counter()
-        over.clear()
-        client.ask(1)
-        at = await asyncio.wait_for(seen, 10)
+        began, at = await router.first_event()
         whole.append((at - began) * 1000)
         token.append((at - worker.last_sent) * 1000)
-        await asyncio.wait_for(over.wait(), 10)
-        await asyncio.sleep(PAUSE_S)
-    client.transport.close()
-    whole, token = sorted(whole[count // 10 :]), sorted(token[count // 10 :])
+        began, at = await bare.first_event()
+        direct.append((at - began) * 1000)
+    for asking in (router, bare):
+        asking.client.transport.close()
+    warm = slice(count // 10, None)
+    added = sorted(through - alone for through, alone in zip(whole[warm], direct[warm], strict=True))
     return {
-        "added_p50_ms": round(statistics.median(whole), 3),
-        "added_p99_ms": round(whole[int(len(whole) * 0.99)], 3),
-        "token_p50_ms": round(statistics.median(token), 3),
+        "first_event_p50_ms": round(statistics.median(whole[warm]), 3),
+        "bare_p50_ms": round(statistics.median(direct[warm]), 3),
+        "added_p50_ms": round(statistics.median(added), 3),
+        "added_p99_ms": round(added[int(len(added) * 0.99)], 3),
+        "token_p50_ms": round(statistics.median(token[warm]), 3),
     }
 
 
@@ -231,9 +294,26 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         PlayedWorker, core=router_core, streams=args.streams, profiler=profiler, is_loud=args.verbose
     )
     async with started as (worker, process, port):
-        latency = await added_latency(port, worker, args.requests)
+        with bare_server(router_core) as bare_port:
+            latency = await added_latency(port, bare_port, worker, args.requests)
         rates = await throughput(port, worker, psutil.Process(process), args.streams, args.ahead, args.seconds)
     return {"streams": args.streams, **latency, **rates}
+
+
+@contextlib.contextmanager
+def bare_server(core: int) -> Iterator[int]:
+    """Its port."""
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_bare, args=(core, theirs), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(60):
+            raise TimeoutError("the bare server does not start")
+        yield ours.recv()
+    finally:
+        process.terminate()
+        process.join(10)
 
 
 @contextlib.asynccontextmanager
