@@ -1,12 +1,11 @@
 """Which workers a prompt goes to. `Chooser.plan` is the whole policy, in the order in which it decides.
 
 1. resident    a worker that decodes has the prompt's blocks but the last: nothing to send, next to nothing to read.
-2. one worker  the uncached part is under the threshold; or prefill has been backlogged for a while, or has a long line,
-               and a single worker would have read the prompt clearly sooner, or no rate is known yet, with room for it
-               (never when the threshold is 0: then every prompt crosses). For a while: what a worker reads beside its
-               streams slows them all, and that is more than one prompt gains where a few came together and prefill
-               will be through with them soon. Where decode has streams whose pace it cannot keep even without a prompt,
-               only a long line is a reason.
+2. one worker  the uncached part is under the threshold, unless decode has streams whose pace it cannot keep even
+               without it; or prefill has been backlogged for a while, or has a long line, and a single worker would
+               have read the prompt clearly sooner, or no rate is known yet, with room for it (never when the threshold
+               is 0: then every prompt crosses). For a while: what a worker reads beside its streams slows them all, and
+               that is more than one prompt gains where a few came together and prefill will be through with them soon.
 3. pd          the pair with the least to do: a prefill worker by prompt tokens ahead of it and by what it has cached, a
                decode worker by its marks, what it runs and what it has cached.
 
@@ -15,7 +14,6 @@ published, a moment ago.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,10 +116,8 @@ class Chooser:
         if (holder := self._holder(pairs, alone, hits)) is not None:
             resident = hits.tokens(holder)
             return Plan(Route(holder), len(prompt) - resident, resident, two, uncached)
-        is_tight = _is_tight(two.route.worker) and one.route.worker.role != "colocated"
-        stays = self._is_short(one.num_uncached) and not is_tight
-        patience_s = math.inf if is_tight else BACKLOG_S
-        return one if stays or self._is_relief(one, two, len(prompt), now, patience_s) else two
+        stays = self._is_short(one.num_uncached) and not _is_too_tight(one, two)
+        return one if stays or self._is_relief(one, two, len(prompt), now) else two
 
     def _holder(self, pairs: list[Route], alone: list[Route], hits: Hits) -> Worker | None:
         """Who has the prompt. One whole block may be missing beside the last: an answer's last token was never read."""
@@ -133,8 +129,8 @@ class Chooser:
     def _is_short(self, num_uncached: int) -> bool:
         return self.crossover.is_local(num_uncached) if self.threshold is None else num_uncached < self.threshold
 
-    def _is_relief(self, one: Plan, two: Plan, num_prompt: int, now: float, patience_s: float) -> bool:
-        """Prefill has a long line or has been backlogged for `patience_s`; the single worker has the room and the time."""
+    def _is_relief(self, one: Plan, two: Plan, num_prompt: int, now: float) -> bool:
+        """Prefill is backlogged, and the single worker has the room and the time."""
         prefill, worker = two.route.prefill, one.route.worker
         assert prefill is not None
         if self.threshold == 0 or worker.role == "prefill" or not _has_room(worker, num_prompt, self._block_size):
@@ -143,7 +139,7 @@ class Chooser:
         rate, local = self.rates.prefill.value, self.rates.local.value or self.rates.prefill.value / UNSEEN
         if not rate:
             return is_long
-        if not is_long and now - prefill.backlogged_at < patience_s:
+        if not is_long and now - prefill.backlogged_at < BACKLOG_S:
             return False
         sooner = (worker.prompt_tokens + one.num_to_read) / local
         return sooner < CLEARLY * (prefill.prompt_tokens + two.num_to_read) / rate
@@ -176,10 +172,12 @@ def _is_full(worker: Worker) -> bool:
     return worker.load is not None and worker.load.over_high
 
 
-def _is_tight(decode: Worker) -> bool:
-    """It streams, and cannot keep the TPOT objective on this device however few do: a prompt beside them makes that worse,
-    on any worker with streams, and it is decoded at next to no cost in a larger batch (adr/0015)."""
-    return bool(decode.open) and decode.load is not None and decode.load.is_tight
+def _is_too_tight(one: Plan, two: Plan) -> bool:
+    """Decode streams, and cannot keep the TPOT objective on this device however few they are: a prompt beside them makes
+    that worse, on any worker with streams, and it is decoded at next to no cost in a larger batch (adr/0015)."""
+    decode = two.route.worker
+    is_tight = bool(decode.open) and decode.load is not None and decode.load.is_tight
+    return is_tight and one.route.worker.role != "colocated"
 
 
 def _has_room(worker: Worker, num_tokens: int, block_size: int) -> bool:
