@@ -1,7 +1,7 @@
 """What one router process costs: a whole one, on a core of its own, before a worker that answers at once.
 
 1. One request at a time, from the request to its first event: through the router, and of a bare server in its place
-   that answers the same bytes without looking at the request. The router adds the difference: its own work, and the way
+   that answers alike without looking at the request. The router adds the difference: its own work, and the way
    to a worker and back. Also from the worker's token to the client's event.
 2. `--streams` at once: streamed and detokenized tokens a second, one token an event, and the router's CPU time a token.
    The worker sends a step of all streams in one message, as a real one does, and is at most `--ahead` steps ahead of
@@ -145,22 +145,24 @@ class Client(asyncio.Protocol):
         self.transport.write(head.encode() + body)
 
 
-class Bare(asyncio.Protocol):
-    """A server that knows its answer, a stream of one token."""
-
-    EVENT = {
+EVENTS = [
+    {
         "id": "cmpl-" + "0" * 24,
         "object": "text_completion",
         "created": 1_700_000_000,
         "model": "smollm2-135m",
-        "choices": [{"index": 0, "text": " The", "logprobs": None, "finish_reason": None}],
+        "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}],
     }
-    ANSWER = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        + b"".join(
-            b"%x\r\n%b\r\n" % (len(part), part)
-            for part in (b"data: %b\n\n" % json.dumps(EVENT).encode(), b"data: [DONE]\n\n", b"")
-        )
+    for text, reason in ((" The", None), ("", "length"))
+]
+
+
+class Bare(asyncio.Protocol):
+    """A server that knows its answer, a stream of one token."""
+
+    ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(
+        b"%x\r\n%b\r\n" % (len(part), part)
+        for part in (*(b"data: %b\n\n" % json.dumps(event).encode() for event in EVENTS), b"data: [DONE]\n\n", b"")
     )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -231,8 +233,8 @@ async def added_latency(port: int, bare_port: int, worker: PlayedWorker, count: 
     return {
         "first_event_p50_ms": round(statistics.median(whole[warm]), 3),
         "bare_p50_ms": round(statistics.median(direct[warm]), 3),
-        "added_p50_ms": round(statistics.median(added), 3),
-        "added_p99_ms": round(added[int(len(added) * 0.99)], 3),
+        "over_bare_p50_ms": round(statistics.median(added), 3),
+        "over_bare_p99_ms": round(added[int(len(added) * 0.99)], 3),
         "token_p50_ms": round(statistics.median(token[warm]), 3),
     }
 
@@ -401,7 +403,7 @@ def main() -> int:
     args = parser.parse_args()
     result = uvloop.run(measure(args))
     print(json.dumps(result))
-    is_good = result["added_p50_ms"] < MAX_ADDED_MS and result["tokens_s"] >= MIN_TOKENS_S
+    is_good = result["over_bare_p50_ms"] < MAX_ADDED_MS and result["tokens_s"] >= MIN_TOKENS_S
     return 0 if is_good or not args.check else 1
 
 

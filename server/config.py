@@ -199,7 +199,8 @@ class Host(Section):
 
 class Hybrid(Section):
     threshold_tokens: Annotated[int, Field(ge=0)] | Auto = Field(
-        256, description="shorter uncached prompts stay on one worker; 0: every prompt crosses"
+        256,
+        description="shorter uncached prompts stay on one worker; 0: all cross, while there is a decode worker",
     )
     rest_s: Seconds = Field(
         1.0,

@@ -233,7 +233,7 @@ class Load(Message, frozen=True):
     swapped_in_blocks: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
-    is_tight: bool = False  # decoding alone takes all of slo.tpot_p95, however few decode
+    is_tight: bool = False  # decoding alone takes longer than slo.tpot_p95, however few decode
 
 
 class Heartbeat(Message, frozen=True):

@@ -21,7 +21,7 @@ PROBE_STEPS = 8  # with prompts, before one without
 
 class LocalPrefill:
     """`tokens` is for the next step; 0, once, where it is to go without. `is_tight`: decoding alone takes
-    all of the objective, however few decode. Touched by the engine thread only; others may read `is_tight`."""
+    longer than the objective, however few decode. Touched by the engine thread only; others may read `is_tight`."""
 
     def __init__(self, objective_s: float, start: int) -> None:
         self.tokens = start
@@ -51,8 +51,8 @@ class LocalPrefill:
         if num_prompt:
             self._learn(num_prompt, max(0.0, seconds - alone_s), alone_s)
             self._most = max(self._most, batch.num_tokens)
-        within_s = USED * self._objective_s
-        self.is_tight = min(self._alone_s.values()) >= within_s
+        within_s, fewest_s = USED * self._objective_s, min(self._alone_s.values())
+        self.is_tight = fewest_s > (within_s if self.is_tight else self._objective_s)
         room_s = max(within_s - alone_s, STRETCH * alone_s)
         fitting = room_s / max(1e-7, self._token_s) if self._squares else self._most
         self.tokens = int(max(MIN_TOKENS, min(MAX_TOKENS, GROWTH * self._most, fitting)))

@@ -65,6 +65,7 @@ class Plan:
     num_resident: int = 0  # path `resident`: the worker is believed to hold as many, all but the last block
     otherwise: "Plan | None" = None  # when it does not
     num_uncached: int = 0  # on the best single worker: what the choice between one worker and two was made by
+    by_threshold: bool = False  # there was that choice, so that what comes of it tells something about the threshold
 
     @property
     def path(self) -> str:
@@ -133,6 +134,7 @@ class Attempt:
         plan, route, record = self.plan, self.route, self.record
         record.path, record.decode, record.prefill = plan.path, route.worker.name, ""
         record.prompt_tokens, record.uncached_tokens = len(self._prompt), plan.num_uncached
+        record.by_threshold = plan.by_threshold
         record.sent = record.sent or time.perf_counter()
         self._reader = route.prefill or route.worker
         self._reader.begin_reading(plan.num_to_read, time.monotonic())

@@ -15,7 +15,7 @@ published, a moment ago.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from server.engine.block_pool import prefix_digests
@@ -116,8 +116,10 @@ class Chooser:
         if (holder := self._holder(pairs, alone, hits)) is not None:
             resident = hits.tokens(holder)
             return Plan(Route(holder), len(prompt) - resident, resident, two, uncached)
-        stays = self._is_short(one.num_uncached) and not _is_too_tight(one, two)
-        return one if stays or self._is_relief(one, two, len(prompt), now) else two
+        if self._is_too_tight(one, two):
+            return one if self._is_relief(one, two, len(prompt), now) else two
+        stays = self._is_short(one.num_uncached) or self._is_relief(one, two, len(prompt), now)
+        return replace(one if stays else two, by_threshold=True)
 
     def _holder(self, pairs: list[Route], alone: list[Route], hits: Hits) -> Worker | None:
         """Who has the prompt. One whole block may be missing beside the last: an answer's last token was never read."""
@@ -128,6 +130,16 @@ class Chooser:
 
     def _is_short(self, num_uncached: int) -> bool:
         return self.crossover.is_local(num_uncached) if self.threshold is None else num_uncached < self.threshold
+
+    def _is_too_tight(self, one: Plan, two: Plan) -> bool:
+        """Decode streams, and cannot keep the TPOT objective on this device however few do: a short prompt beside them
+        makes that worse, on any worker with streams, and it is decoded at next to no cost in a larger batch
+        (adr/0015). A prompt that is short for want of what only decode has cached is not short to prefill."""
+        reader = one.route.worker
+        decode = two.route.worker if reader.role == "prefill" else reader
+        is_tight = decode.role == "decode" and decode.load is not None and decode.load.is_tight
+        limit = self.crossover.tokens if self.threshold is None else self.threshold
+        return is_tight and bool(decode.open) and two.num_to_read < limit
 
     def _is_relief(self, one: Plan, two: Plan, num_prompt: int, now: float) -> bool:
         """Prefill is backlogged, and the single worker has the room and the time."""
@@ -170,14 +182,6 @@ class Chooser:
 
 def _is_full(worker: Worker) -> bool:
     return worker.load is not None and worker.load.over_high
-
-
-def _is_too_tight(one: Plan, two: Plan) -> bool:
-    """Decode streams, and cannot keep the TPOT objective on this device however few they are: a prompt beside them makes
-    that worse, on any worker with streams, and it is decoded at next to no cost in a larger batch (adr/0015)."""
-    decode = two.route.worker
-    is_tight = bool(decode.open) and decode.load is not None and decode.load.is_tight
-    return is_tight and one.route.worker.role != "colocated"
 
 
 def _has_room(worker: Worker, num_tokens: int, block_size: int) -> bool:

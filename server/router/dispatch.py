@@ -34,6 +34,7 @@ class Dispatcher:
         self.workers = workers
         self.queue_high = config.router.queue_high
         self._worker_wait_s = config.router.worker_wait
+        self._max_whole = max(1, config.prefill.max_seqs // 2)
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
         self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
@@ -118,13 +119,22 @@ class Dispatcher:
     async def some_route(self) -> None:
         """Returns when a prompt can go somewhere, at once as a rule. While the supervisor restarts the only worker, the
         request keeps its place in the queue. Raises ApiError 503 when that takes too long, or nobody comes back."""
-        if not self.can_serve:
+        if not self._has_place():
             await self._recovered()
+
+    def _has_place(self) -> bool:
+        """Prefill workers that stand in for decode take half as many whole sequences as they have places: a line there
+        would have to be written to its end before the first probe, or prompt, crosses to the decode worker that is
+        back. What waits here goes where it should then."""
+        alone = self._alone()
+        if self._pairs or any(end.worker.role != "prefill" for end in alone):
+            return True
+        return any(len(end.worker.open) < self._max_whole for end in alone)
 
     async def _recovered(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._worker_wait_s):
-                while not self.can_serve and self.is_recovering:
+                while not self._has_place() and self.is_recovering:
                     await self.workers.reported.wait()
         if not self.can_serve:
             raise no_worker()
@@ -152,7 +162,7 @@ class Dispatcher:
         if record.ran_ahead:  # its times are those of neither path
             return
         self.chooser.rates.observe(record)
-        if record.second and self.chooser.threshold is None:
+        if record.second and record.by_threshold and self.chooser.threshold is None:
             moved = self.chooser.crossover.observe(
                 is_local=record.path != "pd",
                 num_uncached=record.uncached_tokens,

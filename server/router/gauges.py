@@ -19,7 +19,7 @@ _LOAD = {
     "slots_total": "Slots of the landing ring",
     "slots_free": "Slots of the landing ring that nobody may write",
     "over_high": "1 while no grants are given: over the high mark, until under the low one",
-    "is_tight": "1 where decoding alone takes all of slo.tpot_p95: short prompts cross while it has streams",
+    "is_tight": "1 where decoding takes longer than slo.tpot_p95 however few decode (decode.prefill_tokens auto)",
     "preemptions": "Sequences preempted since the start",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache since the start",
     "busy_share": "Share of the last moment spent in steps",

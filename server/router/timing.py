@@ -30,6 +30,7 @@ class Record:
     output_tokens: int = 0
     cached_tokens: int = 0
     uncached_tokens: int = 0  # as the router believed when it chose the path
+    by_threshold: bool = False  # the path, between two that there were
     sent: float = 0.0
     first: float = 0.0
     second: float = 0.0

@@ -39,13 +39,17 @@ def test_over_the_objective_it_stretches_a_step() -> None:
 
 def test_tight_is_who_cannot_keep_the_objective_however_few_decode() -> None:
     """1. One sequence takes 50 ms of 40: tight. 2. Not where the objective is 60 ms, 3. nor where 50 ms is what sixteen
-    take, once it is seen that one takes 10."""
+    take, once it is seen that one takes 10. 4. At the objective it stays what it was."""
     assert run(0.040, 0.050, 0.0001, num_decoding=1).is_tight
     assert not run(0.060, 0.050, 0.0001, num_decoding=1).is_tight
     local = run(0.040, 0.050, 0.0001, num_decoding=16)
     local.observe(batch(1, 0), 0.010)
     local.observe(batch(16, 0), 0.050)
     assert not local.is_tight
+    for alone_s, is_tight in ((0.039, False), (0.045, True), (0.039, True), (0.030, False)):
+        for _ in range(40):
+            local.observe(batch(1, 0), alone_s)
+        assert local.is_tight == is_tight
 
 
 def test_it_never_starves_prompts() -> None:

@@ -86,9 +86,20 @@ CASES = {
     "it is no relief for a long one": Case(
         "prefill-0>decode-0", prefill=1, decode=1, threshold=50, states={"prefill-0": RESTED, "decode-0": State(open=2)}
     ),
-    "decode cannot keep its pace: short ones cross": Case("prefill-0>decode-0", states={f"decode-{i}": TIGHT for i in (0, 1)}),
-    "also where prefill rests": Case("prefill-0>decode-0", prefill=1, decode=1, states={"prefill-0": RESTED, "decode-0": TIGHT}),
+    "decode cannot keep its pace: short ones cross": Case(
+        "prefill-0>decode-0", states={f"decode-{i}": TIGHT for i in (0, 1)}
+    ),
+    "also where prefill rests": Case(
+        "prefill-0>decode-0", prefill=1, decode=1, states={"prefill-0": RESTED, "decode-0": TIGHT}
+    ),
     "not where decode has no streams": Case("decode-1", states={"decode-0": TIGHT, "decode-1": State(is_tight=True)}),
+    "it reads on the tight one: it crosses": Case(
+        "prefill-0>decode-1",
+        states={"decode-0": State(open=9, cached=48, is_tight=True), "prefill-1": State(reading=1)},
+    ),
+    "nor where prefill would read much more": Case(
+        "decode-0", decode=1, threshold=64, states={"decode-0": State(open=1, cached=48, is_tight=True)}
+    ),
     "nor where prefill is backlogged": Case(
         "decode-0", prefill=1, decode=1, states={"prefill-0": State(reading=8), "decode-0": TIGHT}
     ),
@@ -244,8 +255,8 @@ def test_a_long_prompt_does_not_stall_what_a_prefill_worker_writes() -> None:
 
 
 def test_a_device_that_cannot_keep_the_objective_reads_no_prompt_beside_its_streams() -> None:
-    """A decode step takes at least 5 ms. With an objective of 4 short prompts cross too, as if the threshold were 0; with
-    one of 20 they stay on decode, or on prefill while it rests."""
+    """A decode step takes at least 5 ms. With an objective of 4 short prompts cross too, as if the threshold were 0;
+    with one of 20 they stay on decode, or on prefill while it rests."""
     lengths = Lengths(64, 100)
     tight, roomy = (
         run(Layout(prefill=1, decode=1, threshold=256), lengths, Sizes(tpot_objective_s=s), count=60, concurrency=8)

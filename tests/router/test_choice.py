@@ -5,12 +5,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.engine.block_pool import prefix_digests
 from server.messages import NAME_BYTES, Blocks, Decode, Load, Prefill
 from server.router.choice import Rates
 from server.router.crossover import EXPLORE, Crossover, Mean
+from server.router.worker import Inbox
+from server.sequence import SeqId
 from tests.router.conftest import SECRET, Cluster, Start, until
 
 ADMIN = {"Authorization": f"Bearer {SECRET.decode()}"}
@@ -207,6 +210,23 @@ def test_crossover_stays_where_paths_are_alike() -> None:
     lengths = [20, 40, 80, 150, 300, 600]
     alike = {n: n / 500 for n in lengths}
     assert feed(Crossover(4096), alike, {n: t * 1.05 for n, t in alike.items()}, 20 * EXPLORE) == [256]
+
+
+async def test_crossover_learns_only_where_the_threshold_chose(start: Start) -> None:
+    """1. A short prompt stays: a figure. 2. Decode cannot keep its pace and has a stream: all cross, no figure.
+    3. Decode is gone: all stay, no figure."""
+    cluster = await start(prefill=1, decode=1, hybrid={"threshold_tokens": "auto"})
+    crossover, decode = cluster.stack.dispatcher.chooser.crossover, cluster.stack.workers.all["decode-0"]
+    assert (await ask(cluster, PROMPT))["path"] == "colocated"
+    known = crossover.table()
+    assert [(row["from_tokens"], row["pd_ms"]) for row in known] == [(64, None)]
+    decode.load = msgspec.structs.replace(cluster.decode.load, is_tight=True)
+    decode.attach(SeqId("test", 1, 0), Inbox())
+    assert (await ask(cluster, PROMPT[:50]))["path"] == "pd"
+    await cluster.decode.stop()
+    await until(lambda: not decode.is_connected)
+    assert (await ask(cluster, PROMPT[:40]))["decode"] == "prefill-0"
+    assert crossover.table() == known
 
 
 async def test_a_holder_beside_a_colocated_pool(start: Start) -> None:

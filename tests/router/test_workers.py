@@ -410,6 +410,46 @@ async def test_lost_decode_leaves_prefill_serving_alone(start: Start) -> None:
     assert (await timed(cluster))["path"] == "pd"
 
 
+async def test_a_stand_in_leaves_places_for_what_is_to_cross(start: Start) -> None:
+    """1 The only decode worker dies; half of prefill's sixteen places are taken by whole sequences. 2 The next prompt
+    waits, though prefill could take it. 3 Decode is back and proven beside them: it crosses. 4 All are answered."""
+    cluster = await start(prefill=1, decode=1)
+    prefill = cluster.stack.workers.all["prefill-0"]
+    await cluster.decode.stop()
+    await lost(cluster, "decode-0")
+    cluster.prefill.stepwise = True
+    whole = [asyncio.create_task(cluster.chat()) for _ in range(8)]
+    await until(lambda: len(prefill.open) == 8)
+    late = asyncio.create_task(timed(cluster))
+    await until(lambda: cluster.stack.dispatcher.waiting == 9)
+    for channel in cluster.prefill._channels:
+        channel.send(cluster.prefill.load)  # what waits looks again
+    cluster.decode.restart()
+    await cluster.decode.start()
+    await until(lambda: cluster.stack.dispatcher.is_proven(cluster.stack.dispatcher.routes[0]))
+    await until(lambda: len(prefill.open) == 9)
+    cluster.prefill.step(1000)
+    assert (await late)["path"] == "pd"
+    assert [(await answer).status for answer in whole] == [200] * 8
+
+
+async def test_a_stand_in_that_is_full_takes_more_after_a_while(start: Start) -> None:
+    """Better late than 503, and at once where nobody is coming back."""
+    cluster = await start(prefill=1, decode=1, router={"worker_wait": 0.1})
+    prefill = cluster.stack.workers.all["prefill-0"]
+    cluster.stack.workers.drain(cluster.stack.workers.all["decode-0"], True)
+    cluster.prefill.stepwise = True
+    answers = [asyncio.create_task(cluster.chat()) for _ in range(10)]
+    await until(lambda: len(prefill.open) == 10)
+    cluster.stack.workers.drain(cluster.stack.workers.all["decode-0"], False)
+    await cluster.decode.stop()
+    await lost(cluster, "decode-0")
+    answers += [asyncio.create_task(cluster.chat())]
+    await until(lambda: len(prefill.open) == 11)
+    cluster.prefill.step(1000)
+    assert {(await answer).status for answer in answers} == {200}
+
+
 async def test_requests_wait_for_a_worker_that_comes_back(start: Start) -> None:
     """1 the only worker dies, 2 a request and a stream wait in the queue, 3 it is back, 4 both are answered."""
     cluster = await start(colocated=1)
