@@ -94,10 +94,20 @@ class Dispatcher:
         self._pairs = [route for route in routes if route.prefill is not None]
         self._pool = [route for route in routes if route.prefill is None]
         proven = {
-            end for name, instances in self._proven.items() for end in zip(name.split(">"), instances, strict=False)
+            end
+            for name, instances in self._proven.items()
+            for end in zip(reversed(name.split(">")), reversed(instances), strict=False)
         }
         ends = [*self.workers.with_role("decode"), *self.workers.with_role("prefill")]
         self._ends = [Route(w) for w in ends if w.is_connected and not w.is_draining and (w.name, w.instance) in proven]
+
+    def stand_ins(self) -> list[Route]:
+        """Prefill workers to be proven alone: new ones, while there is no decode worker to prove them with."""
+        self._find_open()
+        if self._pool or any(worker.is_connected for worker in self.workers.with_role("decode")):
+            return []
+        known = {end.worker for end in self._ends}
+        return [Route(w) for w in self.workers.with_role("prefill") if w.is_connected and w not in known]
 
     @property
     def can_serve(self) -> bool:

@@ -4,7 +4,7 @@
 2. A probe that fails or takes too long is tried again after a pause; a route through a busy worker waits for it.
 3. A worker that refuses the handshake before the start is over ends it: another secret or model does not heal.
 4. The first time all routes are proven the router has started; later, a route through a restarted worker carries
-   nothing until its own probe came back.
+   nothing until its own probe came back. A prefill worker that comes while no decode worker is there is probed alone.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Prober:
     def _due(self) -> list[Route]:
         return [
             route
-            for route in self._dispatcher.routes
+            for route in (*self._dispatcher.routes, *(self._dispatcher.stand_ins() if self.started.is_set() else ()))
             if route.is_connected
             and not self._dispatcher.is_proven(route)
             and not route.worker.is_busy

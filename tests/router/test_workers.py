@@ -410,6 +410,25 @@ async def test_lost_decode_leaves_prefill_serving_alone(start: Start) -> None:
     assert (await timed(cluster))["path"] == "pd"
 
 
+async def test_a_new_prefill_worker_stands_in_for_decode(start: Start) -> None:
+    """1 The only decode worker is gone for good. 2 Prefill restarts: no pair proves it any more. 3 It is probed alone,
+    and answers. 4 Decode comes after all: prompts cross."""
+    cluster = await start(prefill=1, decode=1)
+    dispatcher = cluster.stack.dispatcher
+    await cluster.decode.stop()
+    await lost(cluster, "decode-0")
+    await cluster.prefill.stop()
+    await lost(cluster, "prefill-0")
+    assert not dispatcher.can_serve
+    cluster.prefill.restart()
+    await cluster.prefill.start()
+    assert (await timed(cluster))["decode"] == "prefill-0"
+    cluster.decode.restart()
+    await cluster.decode.start()
+    await until(lambda: dispatcher.is_proven(dispatcher.routes[0]))
+    assert (await timed(cluster))["path"] == "pd"
+
+
 async def test_a_stand_in_leaves_places_for_what_is_to_cross(start: Start) -> None:
     """1 The only decode worker dies; half of prefill's sixteen places are taken by whole sequences. 2 The next prompt
     waits, though prefill could take it. 3 Decode is back and proven beside them: it crosses. 4 All are answered."""
