@@ -35,6 +35,7 @@ class Dispatcher:
         self.queue_high = config.router.queue_high
         self._worker_wait_s = config.router.worker_wait
         self._max_whole = max(1, config.prefill.max_seqs // 2)
+        self._line = asyncio.Lock()  # of requests that wait for a worker: who comes later is not served sooner
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
         self.watch: Callable[[Record], None] = lambda record: None  # who else wants to see sequences that are over
@@ -129,7 +130,7 @@ class Dispatcher:
     async def some_route(self) -> None:
         """Returns when a prompt can go somewhere, at once as a rule. While the supervisor restarts the only worker, the
         request keeps its place in the queue. Raises ApiError 503 when that takes too long, or nobody comes back."""
-        if not self._has_place():
+        if self._line.locked() or not self._has_place():
             await self._recovered()
 
     def _has_place(self) -> bool:
@@ -143,7 +144,7 @@ class Dispatcher:
 
     async def _recovered(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._worker_wait_s):
+            async with asyncio.timeout(self._worker_wait_s), self._line:
                 while not self._has_place() and self.is_recovering:
                     await self.workers.reported.wait()
         if not self.can_serve:

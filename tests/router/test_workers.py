@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.messages import Abort, AbortAck, Decode, Done, GrantRequest, NotResident, Prefill, SeqToken, Tokens
+from server.router.worker import Inbox
 from server.sequence import SeqId
 from tests.router.conftest import HELLO, Cluster, Start, until
 from tests.router.fake_worker import FakeWorker
@@ -450,6 +451,28 @@ async def test_a_stand_in_leaves_places_for_what_is_to_cross(start: Start) -> No
     cluster.prefill.step(1000)
     assert (await late)["path"] == "pd"
     assert [(await answer).status for answer in whole] == [200] * 8
+
+
+async def test_nobody_overtakes_who_waits_for_a_place(start: Start) -> None:
+    """1 The stand-in is full; one request waits. 2 A place is free, and another request comes before the first heard
+    of it: it waits, too. 3 The worker reports: both go."""
+    cluster = await start(prefill=1, decode=1)
+    dispatcher, prefill = cluster.stack.dispatcher, cluster.stack.workers.all["prefill-0"]
+    await cluster.decode.stop()
+    await lost(cluster, "decode-0")
+    streams = [SeqId("test", n, 0) for n in range(8)]
+    for stream in streams:
+        prefill.attach(stream, Inbox())
+    first = asyncio.create_task(dispatcher.some_route())
+    await until(dispatcher._line.locked)
+    prefill.detach(streams[0])
+    second = asyncio.create_task(dispatcher.some_route())
+    await asyncio.sleep(0)
+    assert not first.done()
+    assert not second.done()
+    for channel in cluster.prefill._channels:
+        channel.send(cluster.prefill.load)
+    await asyncio.gather(first, second)
 
 
 async def test_a_stand_in_that_is_full_takes_more_after_a_while(start: Start) -> None:
