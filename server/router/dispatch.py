@@ -34,7 +34,6 @@ class Dispatcher:
         self.workers = workers
         self.queue_high = config.router.queue_high
         self._worker_wait_s = config.router.worker_wait
-        self._max_whole = max(1, config.prefill.max_seqs // 2)
         self._line = asyncio.Lock()  # of requests that wait for a worker: who comes later is not served sooner
         self.chooser = Chooser(config.router.policy, config.model.block_size, max_len)
         self.on_threshold: Callable[[int], None] = lambda tokens: None
@@ -43,6 +42,7 @@ class Dispatcher:
             {
                 "hybrid.threshold_tokens": config.hybrid.threshold_tokens,
                 "prefill.queue_high": config.prefill.queue_high,
+                "prefill.max_seqs": config.prefill.max_seqs,
             }
         )
         self.waiting = 0
@@ -65,6 +65,8 @@ class Dispatcher:
         chooser = self.chooser
         self.queue_high = int(values.get("router.queue_high", self.queue_high))
         chooser.queue_high = int(values.get("prefill.queue_high", chooser.queue_high))
+        if "prefill.max_seqs" in values:
+            self._max_whole = max(1, int(values["prefill.max_seqs"]) // 2)
         threshold = values.get("hybrid.threshold_tokens", chooser.threshold)
         chooser.threshold = None if threshold is None or threshold == "auto" else int(threshold)
 

@@ -454,13 +454,14 @@ async def test_a_stand_in_leaves_places_for_what_is_to_cross(start: Start) -> No
 
 
 async def test_nobody_overtakes_who_waits_for_a_place(start: Start) -> None:
-    """1 The stand-in is full; one request waits. 2 A place is free, and another request comes before the first heard
-    of it: it waits, too. 3 The worker reports: both go."""
+    """1 The stand-in is full, at half of its four places; one request waits. 2 A place is free, and another request
+    comes before the first has heard of it: it waits, too. 3 The worker reports: both go."""
     cluster = await start(prefill=1, decode=1)
     dispatcher, prefill = cluster.stack.dispatcher, cluster.stack.workers.all["prefill-0"]
     await cluster.decode.stop()
     await lost(cluster, "decode-0")
-    streams = [SeqId("test", n, 0) for n in range(8)]
+    dispatcher.use_knobs({"prefill.max_seqs": 4})
+    streams = [SeqId("test", n, 0) for n in range(2)]
     for stream in streams:
         prefill.attach(stream, Inbox())
     first = asyncio.create_task(dispatcher.some_route())
