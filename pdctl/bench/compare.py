@@ -187,6 +187,9 @@ def verdict(result: dict[str, Any]) -> list[str]:
     modes = [mode["name"] for mode in result["modes"]]
     base = base_of(modes)
     lines = [_side(pairs(result, base, other), base, other) for other in modes if other != base]
+    if not result.get("is_whole", True):
+        done, planned = result["runs"]
+        lines.append(f"cut short: {done} of {planned} runs, so some cells have fewer rounds than others, or none")
     return [*lines, *_frontiers(result), *advice(result)]
 
 

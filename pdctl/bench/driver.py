@@ -1,8 +1,9 @@
 """Sends a load to one server and brings back the samples.
 
 closed   `concurrency` users, each sends its next request when its last one ended. The first wave (one request a user)
-         is dropped: all of them start at once, which no later ones do. Who has nothing left to send while others wait
-         for their last answer sends more of the same, which is not counted: all of it was measured with so many users.
+         is dropped: all of them start at once, which no later ones do (a user alone has none). Who has nothing left to
+         send while others wait for their last answer sends more of the same, which is not counted: all of it was
+         measured with so many users.
 open     requests leave at their moments, whatever is still under way. The first tenth is dropped.
 """
 
@@ -103,14 +104,14 @@ class Driver:
         tell: Callable[[int], None] = lambda n: None,
     ) -> Run:
         """`more`: what a closed loop goes on with until all of `items` ended. `limit_s`: no new one of these is sent
-        after that, once every user has sent two. `tell` hears how many ended."""
+        after that, once every user has one that counts. `tell` hears how many ended."""
         if loop.is_open:
             return await self._open(items, tell)
         await self._pool.open(loop.concurrency)
-        return await self._closed(items, iter(more), loop.concurrency, limit_s, tell)
+        return await self._closed(items, iter(more), loop, limit_s, tell)
 
     async def _closed(
-        self, items: list[Item], more: Iterator[Item], users: int, limit_s: float, tell: Callable[[int], None]
+        self, items: list[Item], more: Iterator[Item], loop: Loop, limit_s: float, tell: Callable[[int], None]
     ) -> Run:
         queue = iter(items)
         samples: list[Sample] = []
@@ -118,12 +119,15 @@ class Driver:
         after: list[Sample] = []
         begun = time.perf_counter()
         stops = begun + limit_s if limit_s else float("inf")
+        num_uncounted = 1 if loop.first_wave else 0  # of each user
 
         async def user(number: int) -> None:
             num_sent = 0
-            while (time.perf_counter() < stops or num_sent < 2) and (item := next(queue, None)) is not None:
+            while (time.perf_counter() < stops or num_sent <= num_uncounted) and (
+                item := next(queue, None)
+            ) is not None:
                 for sample in await self._turns(item):
-                    (samples if num_sent else first_wave).append(sample)
+                    (samples if num_sent >= num_uncounted else first_wave).append(sample)
                     num_sent += 1
                     tell(len(samples) + len(first_wave))
 
@@ -132,7 +136,7 @@ class Driver:
             for item in more:
                 after.extend(await self._turns(item))
 
-        counted = [asyncio.create_task(user(n)) for n in range(users)]
+        counted = [asyncio.create_task(user(n)) for n in range(loop.concurrency)]
         fillers = [asyncio.create_task(go_on(task)) for task in counted]
         try:
             await asyncio.gather(*counted)

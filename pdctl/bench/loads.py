@@ -58,6 +58,12 @@ class Loop:
     def is_open(self) -> bool:
         return not self.concurrency
 
+    @property
+    def first_wave(self) -> int:
+        """Requests of a closed loop that are not counted: all users start at once, which no later ones do. One alone
+        has nobody to start with."""
+        return self.concurrency if self.concurrency > 1 else 0
+
     def __str__(self) -> str:
         if self.concurrency:
             return f"c={self.concurrency}"

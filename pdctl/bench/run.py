@@ -23,8 +23,9 @@ from pdctl.render import note, print_json
 
 DEFAULT_MODES = ("colocated", "pd=demo")
 PROMPTS, CONCURRENCIES = (128, 1024, 4096), (1, 2, 4, 8, 16, 32)
-QUICK_PROMPTS, QUICK_CONCURRENCIES = (64, 160, 320), (1, 4)
-QUICK_LIMIT_S = 3.0  # of new requests in a cell and round: all of it in 5 minutes where one takes seconds
+QUICK_PROMPTS, QUICK_CONCURRENCIES = (64, 128, 256), (1, 4)
+QUICK_LIMIT_S = 3.0  # of new requests in a cell and round
+QUICK_WITHIN_S = 285.0  # and 15 s for the last stack to go down and the report: five minutes on any machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Asked:
     rounds: int = 0
     requests: int = 0
     limit_s: float | None = None
+    within_s: float | None = None
     ttft_s: float = 0.8
     tpot_s: float = 0.04
     budgets: tuple[int, ...] = ()
@@ -69,6 +71,7 @@ def plan_of(asked: Asked) -> Plan:
         requests=asked.requests or (3 if quick else 16),
         waves=1 if quick else 2,
         limit_s=asked.limit_s if asked.limit_s is not None else (QUICK_LIMIT_S if quick else 0.0),
+        within_s=asked.within_s if asked.within_s is not None else (QUICK_WITHIN_S if quick else 0.0),
         ttft_s=asked.ttft_s,
         tpot_s=asked.tpot_s,
         is_calibrating=asked.is_calibrating,

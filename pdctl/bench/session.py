@@ -22,6 +22,7 @@ from pdctl.bench.gauges import Gauges, watch
 from pdctl.bench.loads import VOCAB, Item, Loop, Shape, endless, from_trace, items
 from pdctl.bench.target import Mode, Stage, Target
 from pdctl.bench.traces import read as read_trace
+from pdctl.exits import UsageError
 from pdctl.render import note
 
 WARM_UP = (16, 4)  # prompt, output
@@ -30,7 +31,8 @@ MORE = 1_000_000  # to the seed of what keeps users at work
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a bench does. `requests` a cell and round, beside the first wave; `limit_s` ends a cell early."""
+    """What a bench does. `requests` a cell and round, beside the first wave; `limit_s` ends a cell early. Of
+    `within_s` (0: no end) no run of a cell is begun that would last beyond it, judged by its longest run so far."""
 
     modes: tuple[Mode, ...]
     keys: tuple[Key, ...]
@@ -38,6 +40,7 @@ class Plan:
     requests: int = 16
     waves: int = 2
     limit_s: float = 0.0
+    within_s: float = 0.0
     ttft_s: float = 0.8
     tpot_s: float = 0.04
     is_calibrating: bool = False
@@ -59,6 +62,7 @@ class Session:
         plan: Plan,
         tell: Callable[[int, int, str], None],
         keep: Callable[[dict[str, Any]], None] = lambda result: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`keep` gets what there is after each round of a mode, so that a bench that is cut short still counts."""
         self._plan = plan
@@ -69,35 +73,56 @@ class Session:
         self._calibration = calibrate.empty()
         self._calibrated: set[bool] = set()  # kinds, with pools and without: a hybrid's workers are those of its pools
         self._num_done = 0
+        self._clock = clock
+        self._ends = clock() + plan.within_s if plan.within_s else float("inf")
+        self._took: dict[Key, float] = {}  # the longest run of each, in any mode
+        self._start_s = 0.0  # the longest start, warm-up included
 
     def run(self) -> dict[str, Any]:
-        """The result. Whatever stack it started is down when this returns or raises."""
+        """The result. Whatever stack it started is down when this returns or raises. Raises UsageError where
+        `within_s` was over before anything was measured."""
         plan, started = self._plan, time.time()
         with Stage(plan.root, plan.key, plan.model) as stage:
             for number in range(plan.rounds):
                 for mode in plan.modes[:: -1 if number % 2 else 1]:
+                    if not any(self._has_time(key, 0.0 if stage.has(mode) else self._start_s) for key in plan.keys):
+                        continue
+                    began = self._clock()
                     target, is_new = stage.on(mode)
                     self._targets[mode.name] = target
                     try:
-                        asyncio.run(self._round(target, number, is_new))
+                        asyncio.run(self._round(target, number, began if is_new else None))
                     finally:
                         self._keep(self._result(started))
+        if not self._num_done:
+            raise UsageError(
+                f"nothing could be measured in {plan.within_s:g} s", help="--within with more than a start takes"
+            )
         return self._result(started)
 
-    async def _round(self, target: Target, number: int, is_new: bool) -> None:
+    def _has_time(self, key: Key, before_s: float = 0.0) -> bool:
+        """Whether a run of `key` that begins in `before_s` ends in time, if it takes as long as its longest so far."""
+        return self._clock() + before_s + self._took.get(key, 0.0) < self._ends
+
+    async def _round(self, target: Target, number: int, began: float | None) -> None:
+        """`began`: when the mode was started, if that was for this round."""
         async with Driver(target.server) as driver:
-            if is_new:
+            if began is not None:
                 await self._warm_up(driver, target)
+                self._start_s = max(self._start_s, self._clock() - began)
             if self._plan.is_calibrating and target.has_pools not in self._calibrated:
                 self._calibrated.add(target.has_pools)
                 points = Calibration(driver, target, self._calibration, self._plan.vocab, note)
                 await points.run(self._longest())
             for index, key in enumerate(self._plan.keys):
+                if not self._has_time(key):
+                    continue
+                cell, began = self._cells[target.mode.name, key], self._clock()
                 seed = self._plan.seed + 1000 * number + index
                 load = self._load(key, seed)
                 self._tell(self._num_done, self._plan.num_runs, f"{target.mode.name} {key}")
-                cell = self._cells[target.mode.name, key]
                 cell.runs.append(await self._measure(driver, target, key, load, seed, cell))
+                self._took[key] = max(self._took.get(key, 0.0), self._clock() - began)
                 self._num_done += 1
 
     def _longest(self) -> int:
@@ -128,7 +153,7 @@ class Session:
         loop, plan = key.loop, self._plan
         if loop.trace is not None:
             return from_trace(read_trace(loop.trace, plan.requests), loop.rate, plan.max_len, seed, plan.vocab)
-        count = max(plan.requests, plan.waves * loop.concurrency) + loop.concurrency
+        count = max(plan.requests, plan.waves * loop.concurrency) + loop.first_wave
         return items(key.shape, loop, count, seed)
 
     def _result(self, started: float) -> dict[str, Any]:
@@ -146,6 +171,7 @@ class Session:
             "box": box(),
             "slo": {"ttft_ms": plan.ttft_s * 1e3, "tpot_ms": plan.tpot_s * 1e3},
             "rounds": plan.rounds,
+            "runs": [self._num_done, plan.num_runs],
             "is_whole": self._num_done == plan.num_runs,
             "modes": [self._targets[m.name].to_json() for m in plan.modes if m.name in self._targets],
             "cells": [cells.to_json(cell, plan.ttft_s, plan.tpot_s) for cell in found],

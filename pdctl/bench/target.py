@@ -115,14 +115,18 @@ class Stage:
             name, self._up = self._stack_name(self._up.mode), None
             self._pdctl(["down", name, "--drain", "1s"])
 
+    def has(self, mode: Mode) -> bool:
+        """Whether `on` would find it reachable already."""
+        return mode.name in self._foreign if mode.is_url else self._up is not None and self._up.mode == mode
+
     def on(self, mode: Mode) -> tuple[Target, bool]:
         """The mode, reachable; and whether it was started just now."""
+        is_new = not self.has(mode)
         if mode.is_url:
-            is_new = mode.name not in self._foreign
             if is_new:
                 self._foreign[mode.name] = self._reach(mode)
             return self._foreign[mode.name], is_new
-        if self._up is not None and self._up.mode == mode:
+        if self._up is not None and not is_new:
             return self._up, False
         self.clear()
         self._up = self._start(mode)

@@ -21,7 +21,7 @@ def bench(
         typer.Option(help="[NAME=]PROFILE[+KEY=VALUE] or URL; repeatable. Default: colocated, pd=demo"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="3 prompts x 2 concurrencies, 2 rounds, within minutes")
+        bool, typer.Option("--quick", help="3 prompts x 2 concurrencies, 2 rounds, within 5 minutes")
     ] = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="also measure stages, for `pdctl plan --stages`")
@@ -42,6 +42,9 @@ def bench(
     rounds: Annotated[int, typer.Option(help="repeats, modes interleaved")] = 0,
     requests: Annotated[int, typer.Option(help="a cell and round, beside the first wave")] = 0,
     limit: Annotated[str | None, typer.Option(metavar="TIME", help="end a cell after this")] = None,
+    within: Annotated[
+        str | None, typer.Option(metavar="TIME", help="of all: begin no cell that would end after this")
+    ] = None,
     ttft: Annotated[str, typer.Option(metavar="TIME", help="objective")] = "800ms",
     tpot: Annotated[str, typer.Option(metavar="TIME", help="objective")] = "40ms",
     sweep_budget: Annotated[list[int] | None, typer.Option(help="colocated at this token budget; repeatable")] = None,
@@ -82,6 +85,7 @@ def bench(
         rounds=rounds,
         requests=requests,
         limit_s=seconds(limit, "--limit", without="no limit"),
+        within_s=seconds(within, "--within", without="no limit"),
         ttft_s=seconds(ttft, "--ttft", without="800ms") or 0.0,
         tpot_s=seconds(tpot, "--tpot", without="40ms") or 0.0,
         budgets=tuple(sweep_budget or ()),

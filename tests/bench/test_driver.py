@@ -52,6 +52,16 @@ async def test_a_limit_ends_a_cell_after_two_each() -> None:
     assert len(run.samples) == 2
 
 
+async def test_one_user_alone_has_no_first_wave() -> None:
+    """All users start at once only where there are several: of one alone every request counts, one at the least."""
+    async with running() as fake:
+        whole = await drive(fake.url, Loop(concurrency=1), 3)
+        short = await drive(fake.url, Loop(concurrency=1), 3, limit_s=0.001)
+    assert (len(whole.samples), whole.dropped, whole.num_done) == (3, 0, 3)
+    assert (len(short.samples), short.dropped) == (1, 0)
+    assert whole.seconds == pytest.approx(sum(s.last - s.sent for s in whole.samples), rel=0.1)
+
+
 async def test_open_loop_keeps_its_moments() -> None:
     async with running(first_s=0.2) as fake:
         run = await drive(fake.url, Loop(rate=50.0), 50)

@@ -17,6 +17,7 @@ COMMANDS = [
     (["logs", "--since", "yesterday"], "--since yesterday: not a duration"),
     (["tui", "--refresh", "0"], "--refresh 0: must be above 0"),
     (["bench", "--quick", "--limit", "0"], "--limit 0: must be above 0"),
+    (["bench", "--within", "0"], "--within 0: must be above 0"),
     (["plan", "--prompt", "9", "--output", "9", "--ttft", "0"], "--ttft 0: must be above 0"),
 ]
 
