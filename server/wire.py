@@ -29,6 +29,8 @@ MAX_FRAME = 64 * 2**20
 MAX_UNSENT = 64 * 2**20
 MAX_UNREAD = 2**18  # bytes of frames that nobody has taken yet: above it the socket is not read
 GRACE_S = 0.2
+FAIR_SHARE = 32  # messages of one peer in one turn of the loop
+CHECK_S = 1.0  # between looks at how long a peer has been silent
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -48,7 +50,8 @@ class Identity:
 
 
 class Channel(asyncio.Protocol):
-    """One connection. `send` queues; `recv` returns the next message or raises PeerLost / ProtocolError."""
+    """One connection. `send` queues; `recv` returns the next message or raises PeerLost / ProtocolError; `deliver` has
+    a function called with each."""
 
     def __init__(
         self, on_open: Callable[["Channel"], None] = lambda channel: None, *, send_timeout_s: float = 10.0
@@ -60,7 +63,10 @@ class Channel(asyncio.Protocol):
         self._frames: deque[bytes] = deque()
         self.num_unread = 0  # bytes of them
         self._is_reading = True
-        self._waiter: asyncio.Future[None] | None = None  # of `recv`
+        self._take: Callable[[AnyMessage], None] | None = None  # who gets the messages, rather than `recv`
+        self._heard_at = 0.0
+        self._is_passing_on = False  # in the next turn of the loop
+        self._waiter: asyncio.Future[None] | None = None  # of `recv` or `deliver`
         self._timer: asyncio.TimerHandle | None = None
         self._end: PdctlError | None = None  # what `recv` raises after the last frame
         self._lost = asyncio.Event()
@@ -107,6 +113,9 @@ class Channel(asyncio.Protocol):
             if self._end is not None:
                 raise self._end
             await self._wait(timeout_s)
+        return self._next()
+
+    def _next(self) -> AnyMessage:
         frame = self._frames.popleft()
         self.num_unread -= len(frame)
         if not self._is_reading and self.num_unread <= MAX_UNREAD // 2:
@@ -116,6 +125,39 @@ class Channel(asyncio.Protocol):
             return _decoder.decode(frame)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"{self.peer.name} sent a frame that is no message: {error}") from error
+
+    async def deliver(self, take: Callable[[AnyMessage], None], silent_s: Callable[[], float]) -> None:
+        """Calls `take` with each message in the turn of the loop in which it came (FAIR_SHARE a turn: others on this
+        loop want theirs), and ends as `recv` does: raises PeerLost, ProtocolError, and TimeoutError once nothing has
+        come for `silent_s`, which may change meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._take, self._heard_at = take, loop.time()
+        self._pass_on()
+        while self._end is None:
+            left_s = self._heard_at + silent_s() - loop.time()
+            try:
+                await self._wait(max(0.0, min(left_s, CHECK_S)))
+            except TimeoutError:
+                if loop.time() - self._heard_at >= silent_s():
+                    raise
+        while self._frames:
+            self._pass_on()
+        raise self._end
+
+    def _pass_on(self) -> None:
+        assert self._take is not None
+        self._is_passing_on = False
+        for _ in range(min(FAIR_SHARE, len(self._frames))):
+            try:
+                message = self._next()
+            except ProtocolError as error:
+                self._frames.clear()
+                self._ends(error)
+                return
+            self._take(message)
+        if self._frames and not self._is_passing_on:
+            self._is_passing_on = True
+            asyncio.get_running_loop().call_soon(self._pass_on)
 
     async def _wait(self, timeout_s: float | None) -> None:
         """For a frame, or the end."""
@@ -168,7 +210,11 @@ class Channel(asyncio.Protocol):
             del self._part[:at]
         else:
             self._part += data[at:]
-        if self._frames:
+        if self._take is not None:
+            self._heard_at = asyncio.get_running_loop().time()
+            if not self._is_passing_on:
+                self._pass_on()
+        elif self._frames:
             self._wake()
         if self._is_reading and self.num_unread > MAX_UNREAD:
             self._is_reading = False

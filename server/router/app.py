@@ -7,6 +7,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -28,6 +29,7 @@ from server.router.http import (
     close_stream,
     count_sequences,
     error_response,
+    header,
     json_response,
     read_body,
     request_id,
@@ -60,7 +62,6 @@ class Api:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """Each is tried in turn: first those that are asked for often."""
         return [
             route("/v1/chat/completions", self.chat, methods=["POST"]),
             route("/v1/completions", self.completions, methods=["POST"]),
@@ -116,7 +117,8 @@ class Api:
             prepare, use = self._prepare.chat(request)
         except ApiError as error:
             raise renamed(error) from error
-        job = _job(http, request, new_id("resp", "_"), "/v1/responses", model)
+        # Where keys are shared or none are asked for, to know the name is all it takes to read a kept response.
+        job = _job(http, request, f"resp_{secrets.token_hex(12)}", "/v1/responses", model)
         form = ResponseFormat(job, self._text, _wants_timing(http), asked, use, self._prepare.style)
         if asked.store is not False:
             form.on_done = lambda body: self._store.add(job.tenant, [*conversation, form.as_message()], body)
@@ -143,6 +145,7 @@ class Api:
         if not job.request.stream:
             body = await until_disconnect(http.receive, self._whole(job, prepare, form))
             return json_response(body, headers=_handle(job))
+        job.on_sent = form.get_ready
         late = asyncio.Event()
         events = self._events(job, prepare, form, late)
         if self._keepalive_s:
@@ -210,12 +213,17 @@ class Api:
 
 
 class App(Router):
-    """The application without its gate."""
+    """The application without its gate. A plain path is looked up; the router tries one route after the other."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        super().__init__(routes)
+        plain = [route for route in routes if not route.param_convertors]
+        self._plain = {(method, route.path): route.app for route in plain for method in route.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # within an application, a router raises what it would say in its own words
         try:
-            await self.app(scope, receive, send)
+            await self._plain.get((scope["method"], scope["path"]), self.app)(scope, receive, send)
         except HTTPException as error:
             await _http_error(error)(scope, receive, send)
 
@@ -269,8 +277,8 @@ def _job(http: Request, request: openai.Request, name: str, endpoint: str, model
         model,
         num_prompts,
         tenant=tenant(http),
-        traceparent=http.headers.get("traceparent", ""),
-        handle=http.headers.get(KV_HEADER, ""),
+        traceparent=header(http, b"traceparent"),
+        handle=header(http, KV_HEADER.encode()),
     )
 
 
@@ -280,7 +288,7 @@ def _handle(job: Job) -> dict[str, str]:
 
 
 def _wants_timing(http: Request) -> bool:
-    return http.headers.get("x-pdctl-timing") == "1"
+    return header(http, b"x-pdctl-timing") == "1"
 
 
 def _chunks(job: Job, form: Format, batch: list[Output]) -> Iterator[bytes]:

@@ -156,6 +156,8 @@ class Attempt:
 
     def _output(self) -> list[int]:
         """The ids of all tokens so far, up to the first that is missing."""
+        if not self._ahead:
+            return list(self._said)
         waiting = map(self._ahead.get, itertools.count(len(self._said)))
         return self._said + [token.id for token in iter(lambda: next(waiting), None)]
 

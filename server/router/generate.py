@@ -9,11 +9,11 @@
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import Any
 
 import msgspec
@@ -85,6 +85,7 @@ class Job:
     traceparent: str = ""
     handle: str = ""  # of the conversation's last turn, if the client sent one
     workers: list[Worker] = field(default_factory=list)  # that give the output
+    on_sent: Callable[[int], None] = lambda index: None  # a choice is with the workers: time for what can be made now
 
     @property
     def num_sequences(self) -> int:
@@ -119,7 +120,8 @@ class Job:
 
 
 def new_id(prefix: str, joint: str = "-") -> str:
-    return f"{prefix}{joint}{secrets.token_hex(12)}"
+    """Not to be met twice, and no secret."""
+    return f"{prefix}{joint}{getrandbits(96):024x}"
 
 
 class Generator:
@@ -212,6 +214,7 @@ class Generator:
         async with attempt:
             decoder = self._decoder(request, prompt, params)  # while the worker reads the prompt
             job.workers.append(attempt.route.worker)
+            job.on_sent(index)
             last: Delta | None = None
             while last is None and await attempt.more():
                 batch: list[Output] = []

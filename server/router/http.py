@@ -7,13 +7,13 @@
 
 import asyncio
 import re
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from random import getrandbits
 from typing import Any, TypeVar
 
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,13 +24,12 @@ from server.router.keys import Keys, Quota
 
 KV_HEADER = "x-pdctl-kv"
 MAX_BODY = 8 * 2**20  # to read it holds the event loop: a tenth of a second for as much
-_STREAM_HEADERS = (  # as sse_starlette writes them
+_STREAM_HEADERS = (  # as sse_starlette writes them, but for what HTTP/1.1 does anyway
     (b"cache-control", b"no-cache"),
-    (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),  # proxies such as nginx keep events back otherwise
     (b"content-type", b"text/event-stream; charset=utf-8"),
 )
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WORK = ("/v1/chat/", "/v1/completions", "/v1/responses")
 
@@ -44,6 +43,11 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(error: ApiError) -> Response:
     return json_response(error.body, error.status, error.headers)
+
+
+def header(request: Request, name: bytes) -> str:
+    """Of its first line of that name, which is lower case; empty without one."""
+    return str(request.scope["state"]["headers"].get(name, b"").decode("latin-1"))
 
 
 def request_id(request: Request) -> str:
@@ -73,32 +77,31 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = name
-
-        scope["state"]["send"] = send
+        headers = dict(reversed(scope["headers"]))
+        given = headers.get(b"x-request-id", b"")
+        name = given if _REQUEST_ID.fullmatch(given) else b"%024x" % getrandbits(96)
+        state = scope.setdefault("state", {})
+        state |= {"headers": headers, "request_id": name.decode(), "send": send}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
             await send(message)
 
         try:
-            key = self._check(scope, headers)
+            key = self._check(scope)
             with self._quota.hold(key) as held:
-                scope["state"]["held"] = held
+                state["held"] = held
                 await self._app(scope, receive, send_with_id)
         except ApiError as error:  # of the gate: the app makes responses of its own
             await error_response(error)(scope, receive, send_with_id)
 
-    def _check(self, scope: Scope, headers: Headers) -> str:
+    def _check(self, scope: Scope) -> str:
         """The key that the request counts for, empty when it counts for none. Raises ApiError."""
         path: str = scope["path"]
         if scope["method"] == "OPTIONS" or not path.startswith(_KEYED):
             return ""
-        key = scope["state"]["tenant"] = self._keys.check(headers)
+        key = scope["state"]["tenant"] = self._keys.check(Headers(scope=scope))
         if not path.startswith(_WORK):
             return ""
         if (refusal := self._refusal()) is not None:
@@ -117,7 +120,7 @@ def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
 
 async def read_body(request: Request) -> bytes:
     """Raises ApiError 413."""
-    length = request.headers.get("content-length", "")
+    length = header(request, b"content-length")
     if length.isascii() and length.isdecimal() and int(length) > MAX_BODY:
         raise _too_large()
     body, is_whole = bytearray(), False
@@ -170,8 +173,9 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(EventSourceResponse):
     """Server-sent events, whole ones as bytes. `first`: those that are here already, or the task that waits for them.
 
-    LF only and no comments unless `keepalive_s`: both break clients that read line by line. The base class watches the
-    client, and pings; an event is one write here, where it would be a cancel scope and a log line too.
+    LF only and no comments unless `keepalive_s`: both break clients that read line by line. The base class pings, from
+    a group of tasks; a stream that needs none is the request's own task, and one that sees whether the client is there.
+    An event is one write here, where it would be a cancel scope and a log line too.
     """
 
     def __init__(
@@ -193,26 +197,37 @@ class EventStream(EventSourceResponse):
         try:
             await send(self._head)
             if scope["method"] == "HEAD":
-                await send({"type": "http.response.body"})
+                await _send_end(send)
                 return
             # Past the layers between: they look at heads. An event would go through each of them.
             send = scope["state"]["send"]
             if isinstance(self._first, bytes):
                 await _send_part(send, self._first)
-            super().__init__(self._events, sep="\n", ping=self._keepalive_s, ping_message_factory=_comment)
-            await super().__call__(scope, receive, send)
+            if self._keepalive_s:
+                super().__init__(self._events, sep="\n", ping=self._keepalive_s, ping_message_factory=_comment)
+                await super().__call__(scope, receive, send)
+            else:
+                await until_disconnect(receive, self._rest(send))
+        except ClientDisconnect:
+            pass  # nobody reads the rest
         finally:
             # Also for a response that the client left before its first event: nobody else closes the generator then.
             await close_stream(self._first, self._events)
 
     async def _stream_response(self, send: Send) -> None:
+        """Of the base class: pings come between these writes until the last one."""
         if isinstance(self._first, asyncio.Future):
             await _send_part(send, await self._first)
         async for events in self._events:
             await _send_part(send, events)
         async with self._send_lock:
             self.active = False
-            await send({"type": "http.response.body"})
+            await _send_end(send)
+
+    async def _rest(self, send: Send) -> None:
+        async for events in self._events:
+            await _send_part(send, events)
+        await _send_end(send)
 
 
 def _comment() -> ServerSentEvent:
@@ -221,6 +236,10 @@ def _comment() -> ServerSentEvent:
 
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _send_end(send: Send) -> None:
+    await send({"type": "http.response.body"})
 
 
 async def close_stream(first: "bytes | asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]) -> None:

@@ -7,8 +7,8 @@
 """
 
 import re
-import secrets
 from collections.abc import Mapping
+from random import getrandbits
 from typing import Any, TypeVar
 
 import msgspec
@@ -259,7 +259,7 @@ def sampling(
 
 
 def pick_seed(r: Request) -> int:
-    return secrets.randbelow(INT64) if r.seed is None else r.seed
+    return getrandbits(63) if r.seed is None else r.seed
 
 
 V = TypeVar("V", int, float)

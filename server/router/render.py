@@ -47,6 +47,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     is_begun: bool = False
+    opening: bytes = b""  # the events that come before the text, of a choice that was made ready
     frame: tuple[bytes, bytes] | None = None  # what is before and after the text in each event that has nothing else
 
 
@@ -65,12 +66,22 @@ class Format:
 
     # streamed
 
+    def get_ready(self, index: int) -> None:
+        """Makes what the events of a choice have in common, while a worker reads the prompt: the first one is waited
+        for."""
+        choice = self._choice(index)
+        if self._is_plain:
+            before, after = event(self._chunk(self._content(index, Choice(), _BLANK))).split(_encode(_BLANK))
+            choice.opening = b"".join(event(self._chunk(part)) for part in self._opening(index, choice))
+            choice.frame = before, after
+
     def chunks(self, output: Output) -> bytes:
         """The events for `output`, b"" when it has nothing to say yet."""
         choice = self._choice(output.index)
-        if choice.is_begun and not output.finish_reason and (frame := self._frame(output.index, choice)):
+        if choice.frame is not None and not output.finish_reason:
+            opening, choice.opening, choice.is_begun = choice.opening, b"", True
             text = output.delta.text
-            return _json(text).join(frame) if text else b""
+            return opening + _json(text).join(choice.frame) if text else opening
         choice.pieces += output.delta.pieces
         if self._job.request.return_token_ids:
             choice.ids += output.delta.ids
@@ -86,13 +97,6 @@ class Format:
         if self._is_over and not self._job.request.include_usage:
             self._add_timing(chunks[-1])
         return b"".join(event(chunk) for chunk in chunks)
-
-    def _frame(self, index: int, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Made for the second event of a choice: the first one is waited for."""
-        if choice.frame is None and self._is_plain:
-            before, after = event(self._chunk(self._content(index, Choice(), _BLANK))).split(_encode(_BLANK))
-            choice.frame = before, after
-        return choice.frame
 
     def _contents(self, output: Output, choice: Choice) -> list[dict[str, Any]]:
         """What `output` adds to a stream."""

@@ -41,6 +41,9 @@ class ResponseFormat(Format):
         self._status = "in_progress"
         self.on_done: Done = lambda _: None
 
+    def get_ready(self, index: int) -> None:
+        """No two of its events are alike: each has a number."""
+
     def chunks(self, output: Output) -> bytes:
         events: list[dict[str, Any]] = []
         if not self._number:

@@ -11,7 +11,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import time
@@ -44,8 +43,7 @@ SILENT_S = 3.0
 SILENT_BUSY_S = 60.0
 RETRY_S = (0.05, 2.0)
 REFUSED_RETRY_S = 5.0
-FAIR_SHARE = 32
-# Unread tokens of one sequence. A busy loop alone leaves FAIR_SHARE of them, and a client's buffers hold far more.
+# Unread tokens of one sequence. A busy loop alone leaves a few dozen of them, and a client's buffers hold far more.
 PAUSE_ABOVE, RESUME_AT = 256, 64
 
 
@@ -260,18 +258,12 @@ class Worker:
 
     async def _read(self, channel: Channel) -> None:
         """Returns when the connection is over, with `reason` set."""
-        for count in itertools.count(1):
-            if count % FAIR_SHARE == 0:
-                # Messages that are here already are read without a pause; others on this loop want their turn.
-                await asyncio.sleep(0)
-            try:
-                self._take(await channel.recv(SILENT_BUSY_S if self.is_busy else SILENT_S))
-            except TimeoutError:
-                self.reason = "fell silent"
-                return
-            except PdctlError as error:
-                self.reason = error.message
-                return
+        try:
+            await channel.deliver(self._take, lambda: SILENT_BUSY_S if self.is_busy else SILENT_S)
+        except TimeoutError:
+            self.reason = "fell silent"
+        except PdctlError as error:
+            self.reason = error.message
 
     def _take(self, message: AnyMessage) -> None:
         match message:
