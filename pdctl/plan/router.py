@@ -131,7 +131,9 @@ class Router:
         self.changed(*plan.route.workers)
 
     def has_read(self, request: Request) -> None:
-        """The first token is here."""
+        """The first token is here, and what crosses is no longer prefill's."""
+        if (prefill := request.plan.route.prefill) is not None:
+            prefill.open.pop(request.id, None)
         self._end_reading(request)
         self.num_waiting -= 1
 
