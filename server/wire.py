@@ -132,21 +132,25 @@ class Channel(asyncio.Protocol):
         come for `silent_s`, which may change meanwhile."""
         loop = asyncio.get_running_loop()
         self._take, self._heard_at = take, loop.time()
-        self._pass_on()
-        while self._end is None:
-            left_s = self._heard_at + silent_s() - loop.time()
-            try:
-                await self._wait(max(0.0, min(left_s, CHECK_S)))
-            except TimeoutError:
-                if loop.time() - self._heard_at >= silent_s():
-                    raise
-        while self._frames:
+        try:
             self._pass_on()
-        raise self._end
+            while self._end is None:
+                left_s = self._heard_at + silent_s() - loop.time()
+                try:
+                    await self._wait(max(0.0, min(left_s, CHECK_S)))
+                except TimeoutError:
+                    if loop.time() - self._heard_at >= silent_s():
+                        raise
+            while self._frames:
+                self._pass_on()
+            raise self._end
+        finally:
+            self._take = None  # whoever it was has done with this connection
 
     def _pass_on(self) -> None:
-        assert self._take is not None
         self._is_passing_on = False
+        if self._take is None:
+            return
         for _ in range(min(FAIR_SHARE, len(self._frames))):
             try:
                 message = self._next()

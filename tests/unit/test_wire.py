@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from server.errors import PeerLost, ProtocolError
 from server.messages import Heartbeat
-from server.wire import MAX_UNREAD, Channel, connect, serve
+from server.wire import FAIR_SHARE, MAX_UNREAD, Channel, connect, serve
 
 
 @pytest.fixture
@@ -46,6 +47,74 @@ async def test_a_stall_of_ones_own_is_not_the_peers_silence(pair: tuple[Channel,
     far.send(Heartbeat(steps=7))
     time.sleep(0.6)  # noqa: ASYNC251  # the stall is the story
     assert await waiting == Heartbeat(steps=7)
+
+
+def framed(messages: list[Heartbeat]) -> bytes:
+    bodies = [msgspec.msgpack.encode(message) for message in messages]
+    return b"".join(struct.pack(">I", len(body)) + body for body in bodies)
+
+
+async def test_messages_are_delivered_in_order_to_the_last(pair: tuple[Channel, Channel]) -> None:
+    """1 Three wait before anybody takes them. 2 A hundred come in one write: a share of them a turn, for others on this
+    loop want theirs. 3 The peer writes ten more and is gone: they come before the end does."""
+    near, far = pair
+    for number in range(3):
+        far.send(Heartbeat(steps=number))
+    while near.num_unread < len(framed([Heartbeat(steps=n) for n in range(3)])) - 3 * 4:
+        await asyncio.sleep(0.001)
+    came: list[int] = []
+    taking = asyncio.create_task(near.deliver(lambda m: came.append(m.steps), lambda: 10.0))  # type: ignore[union-attr]
+    await asyncio.sleep(0)
+    assert came == [0, 1, 2]
+    near.data_received(framed([Heartbeat(steps=n) for n in range(3, 103)]))
+    assert len(came) == 3 + FAIR_SHARE
+    await asyncio.sleep(0)
+    assert len(came) == 3 + 2 * FAIR_SHARE
+    near.data_received(framed([Heartbeat(steps=n) for n in range(103, 113)]))
+    near.eof_received()
+    with pytest.raises(PeerLost):
+        await taking
+    assert came == list(range(113))
+
+
+async def test_a_frame_that_is_none_ends_a_delivery(pair: tuple[Channel, Channel]) -> None:
+    near, _ = pair
+    came: list[object] = []
+    taking = asyncio.create_task(near.deliver(came.append, lambda: 10.0))
+    await asyncio.sleep(0)
+    near.data_received(framed([Heartbeat(steps=1)]) + struct.pack(">I", 3) + b"abc" + framed([Heartbeat(steps=2)]))
+    with pytest.raises(ProtocolError, match="no message"):
+        await taking
+    assert came == [Heartbeat(steps=1)]
+
+
+async def test_whoever_is_done_gets_nothing_more(pair: tuple[Channel, Channel]) -> None:
+    """Of a worker that is given up, nothing must reach what stands for the next one of its name."""
+    near, _ = pair
+    came: list[object] = []
+    taking = asyncio.create_task(near.deliver(came.append, lambda: 10.0))
+    await asyncio.sleep(0)
+    near.data_received(framed([Heartbeat(steps=n) for n in range(5 * FAIR_SHARE)]))
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    count = len(came)
+    near.data_received(framed([Heartbeat()]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(came) == count < 5 * FAIR_SHARE
+
+
+async def test_silence_while_messages_are_delivered(pair: tuple[Channel, Channel]) -> None:
+    """1 This loop stands still past the limit while the peer speaks: it is heard. 2 It is silent: given up."""
+    near, far = pair
+    came: list[object] = []
+    taking = asyncio.create_task(near.deliver(came.append, lambda: 0.2))
+    await asyncio.sleep(0)
+    far.send(Heartbeat(steps=7))
+    time.sleep(0.8)  # noqa: ASYNC251  # the stall is the story
+    with pytest.raises(TimeoutError):
+        await taking
+    assert came == [Heartbeat(steps=7)]
 
 
 async def test_frames_come_whole_however_they_are_cut(tmp_path: Path) -> None:
