@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -24,6 +25,8 @@ import msgspec
 
 from server.errors import HandshakeRefused, PdctlError, PeerLost, ProtocolError, StartError
 from server.messages import AnyMessage, Card, Hello
+
+logger = logging.getLogger(__name__)
 
 MAX_FRAME = 64 * 2**20
 MAX_UNSENT = 64 * 2**20
@@ -139,7 +142,8 @@ class Channel(asyncio.Protocol):
                 try:
                     await self._wait(max(0.0, min(left_s, CHECK_S)))
                 except TimeoutError:
-                    if loop.time() - self._heard_at >= silent_s():
+                    # What lies here unread is not the peer's silence.
+                    if not self._frames and loop.time() - self._heard_at >= silent_s():
                         raise
             while self._frames:
                 self._pass_on()
@@ -151,17 +155,21 @@ class Channel(asyncio.Protocol):
         self._is_passing_on = False
         if self._take is None:
             return
-        for _ in range(min(FAIR_SHARE, len(self._frames))):
-            try:
-                message = self._next()
-            except ProtocolError as error:
-                self._frames.clear()
-                self._ends(error)
-                return
-            self._take(message)
+        loop = asyncio.get_running_loop()
+        if self._frames:
+            self._heard_at = loop.time()
+        try:
+            for _ in range(min(FAIR_SHARE, len(self._frames))):
+                self._take(self._next())
+        except Exception as error:  # of a message that is none, or of whoever takes them: no more from this peer
+            self._frames.clear()
+            if not isinstance(error, ProtocolError):
+                logger.exception("a message of %s", self.peer.name)
+                error = ProtocolError(f"a message of {self.peer.name} could not be handled: {error!r}")
+            self._ends(error)
         if self._frames and not self._is_passing_on:
             self._is_passing_on = True
-            asyncio.get_running_loop().call_soon(self._pass_on)
+            loop.call_soon(self._pass_on)
 
     async def _wait(self, timeout_s: float | None) -> None:
         """For a frame, or the end."""
@@ -215,7 +223,6 @@ class Channel(asyncio.Protocol):
         else:
             self._part += data[at:]
         if self._take is not None:
-            self._heard_at = asyncio.get_running_loop().time()
             if not self._is_passing_on:
                 self._pass_on()
         elif self._frames:

@@ -188,8 +188,10 @@ def verdict(result: dict[str, Any]) -> list[str]:
     base = base_of(modes)
     lines = [_side(pairs(result, base, other), base, other) for other in modes if other != base]
     if not result.get("is_whole", True):
-        done, planned = result["runs"]
-        lines.append(f"cut short: {done} of {planned} runs, so some cells have fewer rounds than others, or none")
+        done, planned = result.get("runs") or ("not all", "the")
+        none = ", ".join(result.get("not_measured") or ())
+        what = f"nothing of {none}" if none else "some cells have fewer rounds than others"
+        lines.append(f"cut short: {done} of {planned} runs; {what}")
     return [*lines, *_frontiers(result), *advice(result)]
 
 

@@ -27,11 +27,15 @@ class Criterion:
     limit: float  # times in ms
 
     def missed(self, result: dict[str, Any]) -> list[str]:
-        """A line for each cell in which it holds."""
-        lines = []
-        for cell in result["cells"]:
-            if self.mode and cell["mode"] != self.mode:
-                continue
+        """A line for each cell in which it holds, and for each of which nobody knows: there was no time for it."""
+        cells = [cell for cell in result["cells"] if self.mode in ("", cell["mode"])]
+        unknown = [name for name in result.get("not_measured") or () if self.mode in ("", name.split()[0])]
+        lines = [f"{self.text}: {name} was not measured" for name in unknown]
+        if not cells and not unknown:
+            lines.append(
+                f"{self.text}: there is no mode {self.mode}" if self.mode else f"{self.text}: there is no cell"
+            )
+        for cell in cells:
             value = _value(cell, self.quantity)
             if value is not None and self.compare(value, self.limit):
                 load = f"c={cell['concurrency']}" if cell["concurrency"] else f"{cell['rate']:g}/s"

@@ -31,8 +31,8 @@ MORE = 1_000_000  # to the seed of what keeps users at work
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a bench does. `requests` a cell and round, beside the first wave; `limit_s` ends a cell early. Of
-    `within_s` (0: no end) no run of a cell is begun that would last beyond it, judged by its longest run so far."""
+    """What a bench does. `requests` a cell and round, beside the first wave; `limit_s` ends a cell early. No run
+    of a cell is begun that would last beyond `within_s` (0: no end), judged by its longest so far, or that of any."""
 
     modes: tuple[Mode, ...]
     keys: tuple[Key, ...]
@@ -101,8 +101,9 @@ class Session:
         return self._result(started)
 
     def _has_time(self, key: Key, before_s: float = 0.0) -> bool:
-        """Whether a run of `key` that begins in `before_s` ends in time, if it takes as long as its longest so far."""
-        return self._clock() + before_s + self._took.get(key, 0.0) < self._ends
+        """Whether a run of `key` that begins in `before_s` ends in time, if it takes as long as its longest so far, or
+        as any did."""
+        return self._clock() + before_s + self._took.get(key, max(self._took.values(), default=0.0)) < self._ends
 
     async def _round(self, target: Target, number: int, began: float | None) -> None:
         """`began`: when the mode was started, if that was for this round."""
@@ -172,6 +173,7 @@ class Session:
             "slo": {"ttft_ms": plan.ttft_s * 1e3, "tpot_ms": plan.tpot_s * 1e3},
             "rounds": plan.rounds,
             "runs": [self._num_done, plan.num_runs],
+            "not_measured": [f"{cell.mode} {cell.key}" for cell in self._cells.values() if not cell.runs],
             "is_whole": self._num_done == plan.num_runs,
             "modes": [self._targets[m.name].to_json() for m in plan.modes if m.name in self._targets],
             "cells": [cells.to_json(cell, plan.ttft_s, plan.tpot_s) for cell in found],

@@ -171,6 +171,8 @@ def test_nothing_begins_that_would_end_too_late(tmp_path: Path) -> None:
         modes = (f"colocated={one.url}", f"pd={two.url}")
         plan = plan_of(Asked(tmp_path, modes, prompts=(8, 16), concurrencies=(1,), output=2, requests=2, within_s=95))
         result = Session(plan, tell, clock=lambda: now[0]).run()
+        count = len(told)
+        early = Session(replace(plan, within_s=15), tell, clock=lambda: now[0]).run()
     # 1. Both sides have two rounds whole; of the third, which begins as the first did, one run of colocated's fits.
     assert [(c["mode"], c["prompt"], c["rounds"]) for c in result["cells"]] == [
         ("colocated", 8, 3),
@@ -178,17 +180,27 @@ def test_nothing_begins_that_would_end_too_late(tmp_path: Path) -> None:
         ("pd", 8, 2),
         ("pd", 16, 2),
     ]
-    assert len(told) == 9 and now[0] == 90
+    assert count == 9
     # 2. It says so.
     assert (result["is_whole"], result["runs"]) == (False, [9, 12])
-    assert "9 of 12 runs" in "\n".join(compare.verdict(result))
+    assert "9 of 12 runs; some cells have fewer rounds" in "\n".join(compare.verdict(result))
     assert "cut short" in html(result | {"verdict": compare.verdict(result)})
-    # 3. Nothing at all in time is an error; --quick has five minutes of its own, and takes others.
+    # 3. A mode that was not reached is named, and passes no criterion. A result from before there was a count: as well.
+    assert [(c["mode"], c["prompt"]) for c in early["cells"]] == [("colocated", 8)]
+    assert "nothing of colocated 16/2 c=1, pd 8/2 c=1, pd 16/2 c=1" in "\n".join(compare.verdict(early))
+    assert criteria.parse("pd:ttft_p95>9s").missed(early) == [
+        "pd:ttft_p95>9s: pd 8/2 c=1 was not measured",
+        "pd:ttft_p95>9s: pd 16/2 c=1 was not measured",
+    ]
+    assert criteria.parse("p:ttft_p95>9s").missed(result) == ["p:ttft_p95>9s: there is no mode p"]
+    old = {name: value for name, value in early.items() if name not in ("runs", "not_measured")}
+    assert "cut short" in html(old)
+    # 4. Nothing at all in time is an error; --quick has five minutes, unless it is to do more.
     with pytest.raises(UsageError, match="nothing could be measured in 5 s"):
         Session(replace(plan, within_s=5), tell, clock=iter(range(0, 900, 9)).__next__).run()
     assert plan_of(Asked(tmp_path, is_quick=True)).within_s == pytest.approx(285)
     assert plan_of(Asked(tmp_path, is_quick=True, within_s=60)).within_s == 60
-    assert plan_of(Asked(tmp_path)).within_s == 0
+    assert plan_of(Asked(tmp_path, is_quick=True, rounds=9)).within_s == plan_of(Asked(tmp_path)).within_s == 0
 
 
 def test_paths_are_told_by_who_did_it() -> None:

@@ -117,6 +117,40 @@ async def test_silence_while_messages_are_delivered(pair: tuple[Channel, Channel
     assert came == [Heartbeat(steps=7)]
 
 
+async def test_a_backlog_is_not_the_peers_silence(pair: tuple[Channel, Channel]) -> None:
+    """1 More lies here than is read at once, so nothing more is read. 2 To hand it over takes longer than the peer may
+    be silent. 3 All of it is handed over; then the peer is silent."""
+    near, _ = pair
+    came: list[object] = []
+
+    def take_slowly(message: object) -> None:
+        came.append(message)
+        time.sleep(0.002)
+
+    taking = asyncio.create_task(near.deliver(take_slowly, lambda: 0.1))
+    await asyncio.sleep(0)
+    near.data_received(framed([Heartbeat(steps=n, busy="x" * 1500) for n in range(300)]))
+    with pytest.raises(TimeoutError):
+        await taking
+    assert len(came) == 300
+
+
+@pytest.mark.parametrize("at", [0, 2 * FAIR_SHARE])
+async def test_whoever_cannot_take_a_message_ends_the_connection(pair: tuple[Channel, Channel], at: int) -> None:
+    """In the turn in which it came, and in a later one: a message that is lost without a word would be a hole."""
+    near, _ = pair
+
+    def take(message: object) -> None:
+        if message == Heartbeat(steps=at):
+            raise RuntimeError("no")
+
+    taking = asyncio.create_task(near.deliver(take, lambda: 10.0))
+    await asyncio.sleep(0)
+    near.data_received(framed([Heartbeat(steps=n) for n in range(3 * FAIR_SHARE)]))
+    with pytest.raises(ProtocolError, match="could not be handled"):
+        await taking
+
+
 async def test_frames_come_whole_however_they_are_cut(tmp_path: Path) -> None:
     """One byte a write, then many frames in one."""
     messages = [Heartbeat(steps=n, busy="x" * n) for n in (0, 300, 5)]
