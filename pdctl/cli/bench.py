@@ -85,7 +85,7 @@ def bench(
         rounds=rounds,
         requests=requests,
         limit_s=seconds(limit, "--limit", without="no limit"),
-        within_s=seconds(within, "--within", without="no limit"),
+        within_s=seconds(within, "--within", without="no limit; --quick alone: 285s"),
         ttft_s=seconds(ttft, "--ttft", without="800ms") or 0.0,
         tpot_s=seconds(tpot, "--tpot", without="40ms") or 0.0,
         budgets=tuple(sweep_budget or ()),
