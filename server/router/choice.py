@@ -100,7 +100,7 @@ class Chooser:
         `alone`: where a whole sequence may be done; a resident one may also go to any decode worker of `pairs`.
         """
         hits = Hits(prompt, salt, self._block_size, self._policy == "kv-aware")
-        if pinned is not None:
+        if pinned is not None and not _is_full(pinned):
             pairs = [route for route in pairs if route.worker is pinned] or pairs
             alone = [route for route in alone if route.worker is pinned] or alone
         turn = next(self._turn)

@@ -7,6 +7,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import math
 import time
@@ -25,6 +26,12 @@ from server.sequence import SamplingParams, SeqId
 
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 60
+
+
+def handle_of(worker: Worker, tenant: str) -> str:
+    """Names the worker that holds a conversation's KV, for its next turn: good for this process and `tenant` alone."""
+    scope = hashlib.sha256(f"{worker.instance}/{tenant}".encode()).hexdigest()
+    return f"{worker.name}.{scope[:12]}"
 
 
 class Dispatcher:
@@ -46,6 +53,7 @@ class Dispatcher:
             }
         )
         self.waiting = 0
+        self._waiting_since = 0.0  # without a break
         self.running = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -152,22 +160,23 @@ class Dispatcher:
         if not self.can_serve:
             raise no_worker()
 
-    def choose(self, prompt: Sequence[int], salt: str = "", handle: str = "", same: Plan | None = None) -> Plan:
-        """`same`: the plan by which the prompt was just read; it stands while its workers serve. Raises ApiError 503
+    def choose(
+        self, prompt: Sequence[int], salt: str = "", pinned: Worker | None = None, same: Plan | None = None
+    ) -> Plan:
+        """`pinned`: the worker that the client's conversation is on. `same`: the plan by which the prompt was just read; it stands while its workers serve. Raises ApiError 503
         when no worker can take it."""
         if same is not None and all(w.is_connected and not w.is_draining for w in same.route.workers):
             return same.again()
         alone = self._alone()
-        plan = self.chooser.plan(prompt, salt, self._pairs, alone, self._pinned(handle), now=time.monotonic())
+        plan = self.chooser.plan(prompt, salt, self._pairs, alone, pinned, now=time.monotonic())
         if plan is None:
             raise no_worker()
         return plan
 
-    def _pinned(self, handle: str) -> Worker | None:
-        """Whom a handle from an earlier turn names, if it is still that process."""
-        name, _, instance = handle.partition(".")
-        worker = self.workers.all.get(name)
-        return worker if worker is not None and instance and worker.instance.startswith(instance) else None
+    def pinned(self, handle: str, tenant: str) -> Worker | None:
+        """Whom a handle from an earlier turn names, if it is still that process and the turn was this tenant's."""
+        worker = self.workers.all.get(handle.partition(".")[0])
+        return worker if worker is not None and handle == handle_of(worker, tenant) else None
 
     def observe(self, record: Record) -> None:
         """A sequence is over: what it tells about rates and about the better path for its length."""
@@ -246,6 +255,8 @@ class Dispatcher:
         `queue_high` do already; under that a request gets in whole, so that a large one is not passed over for ever."""
         if self.waiting >= self.queue_high:
             raise overloaded(self.waiting, self._retry_after_s())
+        if not self.waiting:
+            self._waiting_since = time.monotonic()
         self.waiting += count
         self.idle.clear()
 
@@ -262,9 +273,12 @@ class Dispatcher:
             self.idle.set()
 
     def _retry_after_s(self) -> int:
-        """How long the queue takes to drain at the recent rate."""
-        since = time.monotonic() - RATE_WINDOW_S
+        """How long the queue takes to drain at the rate since there is one; what came before says how many asked, not
+        how many can be served. Before its first token: as long as that has taken already."""
+        now = time.monotonic()
+        since = max(self._waiting_since, now - RATE_WINDOW_S)
         while self._first_tokens and self._first_tokens[0] < since:
             self._first_tokens.popleft()
-        rate = len(self._first_tokens) / RATE_WINDOW_S
-        return MAX_RETRY_AFTER_S if not rate else max(1, min(MAX_RETRY_AFTER_S, math.ceil(self.waiting / rate)))
+        num_begun = len(self._first_tokens)
+        left_s = (now - since) * self.waiting / num_begun if num_begun else now - self._waiting_since
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(left_s)))

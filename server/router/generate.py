@@ -21,13 +21,12 @@ import msgspec
 from server.metrics import RouterMetrics
 from server.router import structured
 from server.router.attempt import Attempt, Refused
-from server.router.dispatch import Dispatcher
+from server.router.dispatch import Dispatcher, handle_of
 from server.router.errors import ApiError, context_too_long
 from server.router.openai import Bounds, Request, pick_seed, sampling
 from server.router.stats import Stats
 from server.router.text import Decoder, Delta, Text
 from server.router.timing import Recent, Record
-from server.router.worker import Worker
 from server.sequence import SamplingParams, Token
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class Job:
     tenant: str = ""  # whose key it came with
     traceparent: str = ""
     handle: str = ""  # of the conversation's last turn, if the client sent one
-    workers: list[Worker] = field(default_factory=list)  # that give the output
+    attempts: list[Attempt] = field(default_factory=list)  # as they were begun
     on_sent: Callable[[int], None] = lambda index: None  # a choice is with the workers: time for what can be made now
 
     @property
@@ -100,7 +99,7 @@ class Job:
     @property
     def next_handle(self) -> str:
         """Names the worker that will hold this conversation's KV, for the next turn."""
-        return f"{self.workers[0].name}.{self.workers[0].instance[:12]}" if self.workers else ""
+        return handle_of(self.attempts[0].route.worker, self.tenant) if self.attempts else ""
 
     @property
     def salt(self) -> str:
@@ -208,12 +207,13 @@ class Generator:
         stop: str | int | None = None
         last_id = -1
         same = lead.attempt.plan if lead.attempt is not None else None
-        plan = self._dispatcher.choose(prompt, job.salt, job.handle, same)
+        pinned = self._dispatcher.pinned(job.handle, job.tenant)
+        plan = self._dispatcher.choose(prompt, job.salt, pinned, same)
         attempt = self._dispatcher.open(plan, prompt, params, record, salt=job.salt, deadline_s=self._timeout_s)
         lead.attempt = lead.attempt or attempt
         async with attempt:
             decoder = self._decoder(request, prompt, params)  # while the worker reads the prompt
-            job.workers.append(attempt.route.worker)
+            job.attempts.append(attempt)
             job.on_sent(index)
             last: Delta | None = None
             while last is None and await attempt.more():

@@ -1,8 +1,16 @@
-"""A client that does not read its stream: the worker is told to pause, and to go on when it reads."""
+"""A client that does not read its stream: the worker is told to pause, and to go on when it reads. Clients that are too
+many: each is told when to come back."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from server.messages import Abort, Decode, Pause, Resume
+from server.config import Config
+from server.messages import Abort, Card, Decode, Pause, Resume
+from server.router import dispatch
+from server.router.errors import ApiError
+from server.router.workers import Workers
+from server.wire import Identity
 from tests.router.conftest import Start, read_answer, until
 
 NUM_TOKENS = 7000  # more than sockets hold, several events a segment
@@ -76,3 +84,35 @@ async def test_a_client_that_reads_is_never_paused(start: Start) -> None:
         answer = await cluster.complete(max_tokens=NUM_TOKENS, stream=stream)
         assert answer.status == 200
     assert not cluster.colocated.heard(Pause)
+
+
+def test_retry_after_is_how_long_the_queue_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. After an hour of silence 50 come at once: who is refused then may try again soon. 2. Two seconds later 20 have
+    their first token: the other 30 take three more. 3. No token for a long while: the most that is ever said. 4. The
+    queue empties, an hour passes: as at first, whatever there was before."""
+    now = 1000.0
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: now))
+    config = Config.model_validate({"colocated": {"workers": 1}, "router": {"queue_high": 50}})
+    me = Identity("router", "router", "1")
+    queue = dispatch.Dispatcher(Workers({}, {}, me=me, secret=b"", card=Card({})), config, 4096)
+
+    def retry_after() -> int | None:
+        queue.waiting = max(queue.waiting, 50)  # as if those that began had been followed by others
+        with pytest.raises(ApiError) as refused:
+            queue.admit(1)
+        return refused.value.retry_after_s
+
+    for _ in range(2):
+        queue.admit(50)
+        now += 0.3
+        assert retry_after() == 1
+        now += 1.7
+        for _ in range(20):
+            queue.note_first_token()
+        assert queue.waiting == 30
+        assert queue._retry_after_s() == 3
+        now += 100
+        assert retry_after() == dispatch.MAX_RETRY_AFTER_S
+        queue.leave(queue.in_flight, queue.running)
+        assert not queue.in_flight
+        now += 3600

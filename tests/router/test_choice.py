@@ -119,6 +119,39 @@ async def test_handle(start: Start) -> None:
         assert (await ask(cluster, PROMPT, **{"x-pdctl-kv": stale}))["path"] == "pd"
 
 
+async def test_a_handle_is_good_for_its_key_alone(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    cluster = await start(prefill=1, decode=3, router={"api_key_file": str(tmp_path / "keys")})
+    headers = {"Authorization": "Bearer one"}
+    handle = (await cluster.complete(prompt=PROMPT, headers=headers)).headers["x-pdctl-kv"]
+    headers["x-pdctl-kv"] = handle
+    assert {(await ask(cluster, PROMPT, **headers))["decode"] for _ in range(4)} == {handle.partition(".")[0]}
+    headers["Authorization"] = "Bearer two"
+    assert len({(await ask(cluster, PROMPT, **headers))["decode"] for _ in range(4)}) > 1, "as without one"
+
+
+async def test_a_handle_does_not_lead_to_a_full_worker(start: Start) -> None:
+    cluster = await start(prefill=1, decode=2)
+    handle = (await cluster.complete(prompt=PROMPT)).headers["x-pdctl-kv"]
+    pinned = cluster.stack.workers.all[handle.partition(".")[0]]
+    assert pinned.load is not None
+    pinned.load = msgspec.structs.replace(pinned.load, over_high=True)
+    assert (await ask(cluster, PROMPT, **{"x-pdctl-kv": handle}))["decode"] != pinned.name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_handle_names_who_holds_the_kv_in_the_end(start: Start, stream: bool) -> None:
+    """decode-1 is believed to hold the prompt and does not; it has a sequence more than decode-0, which gets this one."""
+    cluster = await start(prefill=1, decode=2)
+    cluster.fakes["decode-1"].is_stale = True
+    await publish(cluster, "decode-1", names(PROMPT))
+    cluster.stack.workers.all["decode-1"].attach(SeqId("test", 1, 0), Inbox())
+    answer = await cluster.complete(prompt=PROMPT, stream=stream)
+    assert answer.status == 200
+    assert cluster.fakes["decode-1"].heard(Prefill), "it was asked first"
+    assert answer.headers["x-pdctl-kv"].startswith("decode-0.")
+
+
 async def test_a_full_decode_worker_comes_last(start: Start) -> None:
     cluster = await start(prefill=1, decode=2)
     await publish(cluster, "decode-0", names(PROMPT))
