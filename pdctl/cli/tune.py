@@ -43,7 +43,7 @@ def get(
         print_json({"version": 1, "rev": answer["rev"], "knobs": knobs})
         return Exit.OK
     rows = [
-        [key, str(k["now"]), str(k["boot"]), _range(k), k["unit"], k["applies"]]
+        [key, _now(k), str(k["boot"]), _range(k), k["unit"], k["applies"]]
         for key, k in knobs.items()
     ]  # fmt: skip
     print(table(rows, ("KNOB", "NOW", "BOOT", "RANGE", "UNIT", "APPLIES")))
@@ -252,6 +252,10 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
         said = f"nothing to change, revision {answer['rev']}"
     waits = f"; not confirmed yet by {', '.join(answer['pending'])}" if answer["pending"] else ""
     note(said + waits)
+
+
+def _now(knob: dict[str, Any]) -> str:
+    return f"{knob['now']} ({knob['measured']})" if "measured" in knob else str(knob["now"])
 
 
 def _range(knob: dict[str, Any]) -> str:

@@ -98,7 +98,8 @@ class Ask(Dialog):
 
 def edit_knob(knob: Knob, staged: object = None) -> Ask:
     now = value(knob.now if staged is None else staged)
-    facts = f"now {value(knob.now)}   boot {value(knob.boot)}   range {knob.range}   applies {knob.applies}"
+    measured = "" if knob.measured is None else f" ({knob.measured})"
+    facts = f"now {value(knob.now)}{measured}   boot {value(knob.boot)}   range {knob.range}   applies {knob.applies}"
     body = f"{knob.help}\n{facts}" if knob.help else facts
     return Ask(
         f"{knob.name}  {f'({knob.unit})' if knob.unit else ''}",

@@ -81,6 +81,7 @@ class Knob(msgspec.Struct, frozen=True):
     high: float | None = None
     step: int = 1
     words: tuple[str, ...] = ()
+    measured: int | None = None  # what `auto` comes to now
     is_live: bool = True
 
 

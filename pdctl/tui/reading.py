@@ -232,6 +232,7 @@ def _knob(name: str, entry: Json) -> Knob:
         high=_number(high),
         step=step,
         words=words,
+        measured=entry.get("measured"),
     )
 
 

@@ -84,7 +84,10 @@ class Control:
 
     async def knobs(self, request: Request) -> Response:
         may_change = self._keys.admit(request)
-        return json_response(describe(self._tuning.store, may_change=may_change))
+        found, chooser = describe(self._tuning.store, may_change=may_change), self._dispatcher.chooser
+        if chooser.threshold is None and (knob := found["knobs"].get("hybrid.threshold_tokens")):
+            knob["measured"] = chooser.crossover.tokens
+        return json_response(found)
 
     async def change(self, request: Request) -> Response:
         self._keys.admit(request)

@@ -163,8 +163,8 @@ class Dispatcher:
     def choose(
         self, prompt: Sequence[int], salt: str = "", pinned: Worker | None = None, same: Plan | None = None
     ) -> Plan:
-        """`pinned`: the worker that the client's conversation is on. `same`: the plan by which the prompt was just read; it stands while its workers serve. Raises ApiError 503
-        when no worker can take it."""
+        """`pinned`: the worker that the client's conversation is on. `same`: by which the prompt was just read; it
+        stands while its workers serve. Raises ApiError 503 when no worker can take it."""
         if same is not None and all(w.is_connected and not w.is_draining for w in same.route.workers):
             return same.again()
         alone = self._alone()

@@ -141,7 +141,7 @@ async def test_a_handle_does_not_lead_to_a_full_worker(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_handle_names_who_holds_the_kv_in_the_end(start: Start, stream: bool) -> None:
-    """decode-1 is believed to hold the prompt and does not; it has a sequence more than decode-0, which gets this one."""
+    """decode-1 is believed to hold the prompt and does not; decode-0 has a sequence less: it gets this one."""
     cluster = await start(prefill=1, decode=2)
     cluster.fakes["decode-1"].is_stale = True
     await publish(cluster, "decode-1", names(PROMPT))
@@ -243,6 +243,16 @@ def test_crossover_stays_where_paths_are_alike() -> None:
     lengths = [20, 40, 80, 150, 300, 600]
     alike = {n: n / 500 for n in lengths}
     assert feed(Crossover(4096), alike, {n: t * 1.05 for n, t in alike.items()}, 20 * EXPLORE) == [256]
+
+
+async def test_what_auto_comes_to_is_told(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1, hybrid={"threshold_tokens": "auto"})
+    cluster.stack.dispatcher.chooser.crossover.tokens = 512
+    knob = (await cluster.request("GET", "/admin/knobs", headers=ADMIN)).json["knobs"]["hybrid.threshold_tokens"]
+    assert (knob["now"], knob["measured"]) == ("auto", 512)
+    cluster.stack.dispatcher.use_knobs({"hybrid.threshold_tokens": 300})
+    knob = (await cluster.request("GET", "/admin/knobs", headers=ADMIN)).json["knobs"]["hybrid.threshold_tokens"]
+    assert "measured" not in knob
 
 
 async def test_crossover_learns_only_where_the_threshold_chose(start: Start) -> None:
