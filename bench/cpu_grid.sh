@@ -20,7 +20,7 @@
 # Ctrl-C, and the stacks go down. At the end bench/bars.py holds all of it to what hybrid is for.
 #
 # ROUNDS=3 MORE_ROUNDS=2 (of the last two parts) LIMIT=6s REQUESTS=12 are a cell's size, TTFT and TPOT the objectives of
-# goodput; PROMPTS and USERS are the grid. To rehearse: ROUNDS=1 MORE_ROUNDS=1 LIMIT=1s REQUESTS=2 bench/cpu_grid.sh /tmp/x
+# goodput; PROMPTS and USERS are the grid, LONG the long prompt of the mix. To rehearse: ROUNDS=1 MORE_ROUNDS=1 LIMIT=1s REQUESTS=2 bench/cpu_grid.sh /tmp/x
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?a folder for the results}
@@ -32,9 +32,9 @@ pdctl=("${PYTHON:-python}" -P -m pdctl)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if grep -q -m1 -E 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
-  prompts=(${PROMPTS:-128 512 1024 2048}) users=(${USERS:-1 4 8}) long=1024 ttft=2s tpot=80ms
+  prompts=(${PROMPTS:-128 512 1024 2048}) users=(${USERS:-1 4 8}) long=${LONG:-1024} ttft=2s tpot=80ms
 else
-  prompts=(${PROMPTS:-128 256 512}) users=(${USERS:-1 2 4 8}) long=512 ttft=4s tpot=200ms
+  prompts=(${PROMPTS:-128 256 512}) users=(${USERS:-1 2 4 8}) long=${LONG:-512} ttft=4s tpot=200ms
 fi
 loads=()
 for n in "${prompts[@]}"; do loads+=(--prompt "$n"); done
