@@ -1,10 +1,10 @@
 """`pdctl scale decode=2`: workers more or fewer of one pool while the stack runs, nothing else restarted.
 
 More    1. the profile with the new count, devices chosen for the new ones; refused here if it cannot be
-        2. each new worker starts as at `up`; one that does not leaves the stack as it was
+        2. one after the other starts as at `up`; one that does not leaves the stack as it was before it
         3. the router is told, introduces it to the prefill workers, and proves its routes before it carries work
-Fewer   1. the router drains the last ones, each ends what it has
-        2. the router forgets it, the process ends
+Fewer   1. the router drains the last one, which ends what it has; one that does not in time carries on
+        2. the router forgets it, the process ends; then the one before it
 
 `pdctl role prefill-1 decode`: the last worker of one pool becomes the last of the other; its process goes on, and the
 weights stay loaded. Drained and forgotten as above, told its new role, made known to the router again.
@@ -13,13 +13,14 @@ A prefill pool is not scaled up: a decode worker's landing ring is shared out am
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdctl.client import Client
 from pdctl.exits import Refused, TimedOut, UsageError
-from pdctl.launch import Machine
-from server.config import MAX_WORKERS, Config, Role
+from pdctl.launch import Machine, plan
+from server.config import MAX_WORKERS, ROLES, Config, Role
 from server.errors import PdctlError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def resized(config: Config, role: Role, count: int, machine: Machine) -> Config:
     if pool.gpus:
         devices["gpus"] = _gpus(config, pool.gpus, count * share, machine)
     elif pool.cpus:
-        devices["cpus"] = _cpus(pool.cpus, count * share)
+        devices["cpus"] = _cpus(config, pool.cpus, count * share, machine)
     sections = config.model_dump(mode="json")
     sections[role] |= {"workers": count, **devices}
     return Config.model_validate(sections)
@@ -75,16 +76,18 @@ def turned(config: Config, name: str, role: Role, max_prefill: int) -> tuple[str
 
 
 def _gpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) -> list[int]:
-    used = {index for role in ("prefill", "decode", "colocated") for index in config.pool(role).gpus}
+    used = {index for role in ROLES for index in config.pool(role).gpus}
     free = [index for index in range(len(machine.gpus)) if index not in used]
     if len(have) + len(free) < wanted:
         raise Refused(f"{wanted - len(have)} GPUs more are needed, {len(free)} are free", code="E_SCALE")
     return [*have, *free][:wanted]
 
 
-def _cpus(have: Sequence[int], wanted: int) -> list[int]:
-    """Cores are shared when there are too few: slower, and said so in a warning."""
-    return [have[i % len(have)] for i in range(wanted)]
+def _cpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) -> list[int]:
+    """Cores of the pool are shared when there are too few: slower, and said so in a warning."""
+    used = {index for role in ROLES for index in config.pool(role).cpus}
+    found = [*have, *(index for index in range(len(machine.cpus)) if index not in used)][:wanted]
+    return found + [have[i % len(have)] for i in range(wanted - len(found))]
 
 
 class Scaler:
@@ -95,18 +98,16 @@ class Scaler:
         self._router = router
 
     async def scale(self, role: Role, count: int) -> None:
-        """Raises PdctlError, having changed nothing that works."""
+        """Raises PdctlError, having changed nothing that works: one worker at a time, so that the configuration is
+        always that of those there are, and a router that is started anew waits for nobody else."""
         supervisor = self._supervisor
-        before = supervisor.config
-        after = resized(before, role, count, Machine.here())
-        names = {spec.name for spec in before.workers}, {spec.name for spec in after.workers}
-        for name in sorted(names[1] - names[0], key=_index):
-            await self._add(name, role, after)
-        for name in sorted(names[0] - names[1], key=_index, reverse=True):
-            await self._remove(name)
-        supervisor.use(after)
+        resized(supervisor.config, role, count, supervisor.machine)
+        while (have := supervisor.config.pool(role).workers) != count:
+            step = 1 if count > have else -1
+            after = resized(supervisor.config, role, have + step, supervisor.machine)
+            await (self._add(f"{role}-{have}", after) if step > 0 else self._remove(f"{role}-{have - 1}", after))
 
-    async def _add(self, name: str, role: Role, after: Config) -> None:
+    async def _add(self, name: str, after: Config) -> None:
         supervisor = self._supervisor
         before = supervisor.config
         supervisor.use(after)  # boot files are written from it
@@ -123,6 +124,7 @@ class Scaler:
         supervisor = self._supervisor
         before = supervisor.config
         new_name, after = turned(before, name, role, supervisor.max_prefill)
+        plan(after, supervisor.machine)
         await self._forget(name)
         supervisor.use(after)
         try:
@@ -142,17 +144,26 @@ class Scaler:
         address = self._supervisor.address(name)
         await self._tell("POST", "/admin/workers", {"name": name, "role": role, "address": address})
 
-    async def _remove(self, name: str) -> None:
+    async def _remove(self, name: str, after: Config) -> None:
         await self._forget(name)
+        self._supervisor.use(after)
         await self._supervisor.end_worker(name)
 
     async def _forget(self, name: str) -> None:
-        """The router lets it end what it has, and knows it no more."""
+        """The router lets it end what it has, and knows it no more. Raises PdctlError: then it carries work again."""
         await self._tell("POST", f"/admin/workers/{name}/drain")
-        async with asyncio.timeout(DRAIN_S):
-            while not await self._is_drained(name):  # noqa: ASYNC110  # it is another process: one can only ask
-                await asyncio.sleep(0.2)
-        await self._tell("DELETE", f"/admin/workers/{name}")
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while not await self._is_drained(name):  # noqa: ASYNC110  # it is another process: one can only ask
+                    await asyncio.sleep(0.2)
+            await self._tell("DELETE", f"/admin/workers/{name}")
+        except (PdctlError, TimeoutError) as error:
+            with contextlib.suppress(PdctlError):
+                await self._tell("POST", f"/admin/workers/{name}/resume")
+            if isinstance(error, PdctlError):
+                raise
+            message = f"{name} has not ended what it has in {DRAIN_S:g} s, and carries on"
+            raise TimedOut(message, help="pdctl status; pdctl drain WORKER --wait, then again") from error
 
     async def _is_drained(self, name: str) -> bool:
         workers = (await self._tell("GET", "/admin/state"))["workers"]
@@ -160,10 +171,6 @@ class Scaler:
 
     async def _tell(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         return await asyncio.to_thread(self._router.call, method, path, body)
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition("-")[2])
 
 
 def parse(text: str) -> tuple[str, int]:

@@ -85,6 +85,7 @@ class Supervisor:
         self._exit = Exit.OK
         self._write_soon: asyncio.TimerHandle | None = None
         self._scaling: asyncio.Task[None] | None = None
+        self._cores = Machine.here().cpus  # that pdctl was given; the supervisor itself keeps to a few of them
         self.max_prefill = config.prefill.workers
 
     async def run(self) -> Exit:
@@ -121,7 +122,7 @@ class Supervisor:
 
     def _prepare(self) -> Plan:
         """Everything that can be refused before a process is started. Raises StartError, ConfigError."""
-        placed = plan(self._config, Machine.here())
+        placed = plan(self._config, self.machine)
         check_keys(self._config)
         if self._config.secret_file is not None:
             self._dir.use_secret(Path(self._config.secret_file).expanduser())
@@ -291,6 +292,10 @@ class Supervisor:
     def config(self) -> Config:
         return self._config
 
+    @property
+    def machine(self) -> Machine:
+        return replace(Machine.here(), cpus=self._cores)
+
     def use(self, config: Config) -> None:
         """From here on: boot files are written from it, and the record says so."""
         self._config = config
@@ -330,7 +335,7 @@ class Supervisor:
 
     async def start_worker(self, name: str) -> None:
         """One that the configuration has and that does not run yet; returns when it is ready. Raises PdctlError."""
-        placed = plan(self._config, Machine.here())
+        placed = plan(self._config, self.machine)
         for warning in placed.warnings:
             self._say("warning", text=warning)
         self._add_slot(next(launch for launch in placed.workers if launch.name == name))
@@ -342,7 +347,7 @@ class Supervisor:
         """The running process `name` goes on as `new_name`, which the configuration has; returns when it is ready.
         Raises Refused, having changed nothing; PdctlError and TimeoutError: then it is started anew, as `new_name`."""
         slot = self._slots[name]
-        launch = next(launch for launch in plan(self._config, Machine.here()).workers if launch.name == new_name)
+        launch = next(launch for launch in plan(self._config, self.machine).workers if launch.name == new_name)
         if not slot.is_running:
             raise Refused(f"{name} does not run", code="E_ROLE", help=f"pdctl restart {name}")
         self._slots[new_name] = self._slots.pop(name)

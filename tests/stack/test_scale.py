@@ -1,5 +1,6 @@
 """A decode worker more, then one less, while clients ask: no request fails, every text is right, both decode."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,8 @@ def test_scale_decode(tmp_path: Path, tiny_model_dir: Path) -> None:
             try:
                 more = stack.cli("scale", "decode=2", "--timeout", "2m")
                 assert more.returncode == 0, f"{more.stderr}\n{stack.logs()}"
-                assert {p["name"] for p in stack.status()["processes"]} >= {"decode-0", "decode-1"}
+                cores = {p["name"]: os.sched_getaffinity(p["pid"]) for p in stack.status()["processes"]}
+                assert cores["decode-1"] != cores["prefill-0"], "not to the one where the supervisor is, too"
                 while "decode-1" not in seen and not any(task.done() for task in asking):
                     is_over.wait(0.1)
                 assert stack.admin("/admin/state")["routes"]["prefill-0>decode-1"]["proven"]
