@@ -125,7 +125,7 @@ def _decode(config: Config) -> list[Knob]:
         Knob("decode.max_running", pool.max_running, 1, pool.max_running, "sequences", "drains", "sequences decoding"),
         Knob(
             "decode.prefill_tokens", pool.prefill_tokens, 0, 2048, "tokens", "next step",
-            "prompt tokens of a step in which others decode; auto: what slo.tpot_p95 leaves", has_auto=True,
+            "prompt tokens of a step in which others decode, one block at least; auto: by slo.tpot_p95", has_auto=True,
         ),
         Knob(
             "decode.idle_swap_s", pool.idle_swap_s, 0, 86400, "seconds", "now",

@@ -63,8 +63,7 @@ class Admission:
     def admit(self, seq: Sequence) -> bool:
         """WAITING or SWAPPED -> RUNNING with blocks for all known tokens, cached ones first. False: not now."""
         was_swapped = seq.state is SeqState.SWAPPED
-        num_running = len(self._roster.running)
-        if num_running >= self._limits.max_running or not (was_swapped or self._may_pass_expected(seq)):
+        if len(self._roster.running) >= self._limits.max_running or not (was_swapped or self._may_pass_expected(seq)):
             return False
         need = self._tables.need(seq)
         if need.num_taken + self._spare(seq) > self._tables.pool.num_free:
@@ -75,6 +74,16 @@ class Admission:
             seq.num_cached = seq.num_computed
         self._roster.move(seq, SeqState.RUNNING)
         return True
+
+    def has_claim_before(self, later: Sequence) -> bool:
+        """Whether the next place is of one that came before `later`, is aged and could have its blocks now. Those that
+        were granted are started at once, and would have every place for as long as there are any."""
+        older = [s for s in self.candidates() if s.arrival < later.arrival and s.arrival <= self.horizon]
+        if not older:
+            return False
+        first = self.in_line(older)[0]
+        is_next = first.state is SeqState.SWAPPED or self._may_pass_expected(first)
+        return is_next and self._tables.need(first).num_taken + self._spare(first) <= self._tables.pool.num_free
 
     def admit_ahead(self, seq: Sequence) -> bool:
         """As `admit`, of a prefill half that has no grant and is to run as a local one: it leaves to those with grants

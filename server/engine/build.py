@@ -84,7 +84,8 @@ def limits_for(config: Config, role: Role, max_len: int) -> Limits:
             limits.kv_low, limits.kv_high = pool.kv_low, pool.kv_high
             limits.queue_low, limits.queue_high = pool.queue_low, pool.queue_high
             limits.idle_swap_s = pool.idle_swap_s
-            limits.local_prefill_tokens = _local_prefill(config, role)
+            # At 0 what it has to read would wait until nothing decodes.
+            limits.local_prefill_tokens = max(config.model.block_size, _local_prefill(config, role))
             limits.step_sizes = _step_sizes(config, pool)
         case Colocated():
             limits.max_running = pool.max_running

@@ -200,8 +200,8 @@ class Scheduler:
 
     def grants_possible(self) -> list[Sequence]:
         """Grants by arrival what the gate lets through. Swapped sequences, and starved older ones, come first."""
-        if not self._roster.expected:
-            return []
+        if not self._roster.expected and self._gate.is_open:
+            return []  # a shut one opens under its low marks, whoever waits: the router sends nobody to it before
         granted = self._gate.grant(self._admission.may_be_granted(), self._admission.horizon)
         for seq in granted:
             self._generation += 1
@@ -303,8 +303,11 @@ class Scheduler:
         return batch
 
     def _start_received(self) -> None:
-        while self._roster.received and len(self._roster.running) < self.limits.max_running:
-            self._roster.move(self._roster.received[0], SeqState.RUNNING)
+        received = self._roster.received
+        while received and len(self._roster.running) < self.limits.max_running:
+            if self._admission.has_claim_before(received[0]):
+                return
+            self._roster.move(received[0], SeqState.RUNNING)
 
     def _decode(self, slices: list[Slice]) -> list[Sequence]:
         """Adds the sequences with one pending token; returns the others, prompts under way."""

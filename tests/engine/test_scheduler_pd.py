@@ -405,3 +405,41 @@ def test_one_that_was_begun_elsewhere_goes_before_all_that_is_new() -> None:
     assert (over.finish_reason, ends.finish_reason) == ("length", "stop")
     assert story.computed() == [(begun, 10)] and begun.output == [7, 9, 7]
     assert new.state is SeqState.WAITING
+
+
+def test_a_shut_gate_opens_when_nobody_waits_any_more() -> None:
+    """1. Over the high mark one is refused. 2. It goes elsewhere. 3. Under the low mark it opens, though nobody asks:
+    the router sends nobody to a shut one."""
+    story = Story(num_blocks=21, kv_low=0.5, kv_high=0.8, prefix_cache=False)
+    one, two, three, refused = expect(story, 16, 16, 16, 16)
+    assert story.scheduler.grants_possible() == [one, two, three]
+    for seq, is_open in ((refused, False), (one, True)):
+        story.scheduler.abort(seq.id)
+        assert story.scheduler.grants_possible() == []
+        assert story.scheduler.counters().grants_open == is_open
+
+
+def test_those_who_were_granted_do_not_take_every_place() -> None:
+    """One place. 1. A local prompt waits for it, and so do two that are received; within the age limit these go first.
+    2. Aged, it gets the next place, before one that came after it. 3. Where there are no blocks for it they go on."""
+    story = Story(num_blocks=21, max_running=1, age_limit_s=5.0, prefix_cache=False)
+    first, second = expect(story, 4, 4, max_tokens=2)
+    assert story.scheduler.grants_possible() == [first, second]
+    story.add(local := story.seq(4, max_tokens=2))
+    story.now = 1.0
+    third, fourth = expect(story, 4, 4, max_tokens=2)
+    assert story.scheduler.grants_possible() == [third, fourth]
+    for seq in (first, second, third, fourth):
+        story.scheduler.received(seq.id, Token(7))
+    assert [story.computed() for _ in range(2)] == [[(first, 1)], [(second, 1)]]
+    assert story.computed() == [(third, 1)]
+    story.now = 7.0
+    assert [story.computed() for _ in range(2)] == [[(local, 4)], [(local, 1)]]
+    story.add(large := story.seq(77))
+    story.now = 20.0
+    [late] = expect(story, 4, max_tokens=2)
+    assert story.scheduler.grants_possible() == [late]
+    story.scheduler.received(late.id, Token(7))
+    assert story.computed() == [(fourth, 1)]
+    assert story.computed() == [(late, 1)]
+    assert large.state is SeqState.WAITING
