@@ -26,6 +26,7 @@ from server.errors import PdctlError, TransferError
 from server.ledger import Entry
 from server.messages import (
     Abort,
+    AbortAck,
     Decode,
     Done,
     Grant,
@@ -153,7 +154,7 @@ class DecodeWorker(PoolWorker[DecodeEntry]):
             self._compute_here(entry, output=message.output)
 
     def on_decode(self, channel: Channel, message: Decode) -> None:
-        if self.ledger.knew(message.id):
+        if self._is_known(channel, message.id):
             return
         seq = self.sequence_of(message)
         seq.state = SeqState.EXPECTED
@@ -163,6 +164,19 @@ class DecodeWorker(PoolWorker[DecodeEntry]):
         parked = self._parked.pop(message.id, None)
         if parked is not None:
             self._expect(entry, parked[1])
+
+    def on_abort(self, channel: Channel, message: Abort) -> None:
+        """Prefill has let go. Whether anybody wants the sequence is its owner's to say, who tells both: until then it
+        is computed here."""
+        if channel.peer.role != "prefill":
+            super().on_abort(channel, message)
+            return
+        entry = self.ledger.get(message.id)
+        if entry is None:
+            self._parked.pop(message.id, None)
+        elif entry.source is channel or (entry.source is None and entry.prefill == channel.peer.name):
+            self._compute_here(entry)
+        channel.send(AbortAck(message.id))
 
     def on_grant_request(self, channel: Channel, message: GrantRequest) -> None:
         entry = self.ledger.get(message.id)

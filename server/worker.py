@@ -271,7 +271,7 @@ class Worker(Generic[E]):
 
     def on_prefill(self, channel: Channel, message: Prefill) -> None:
         """The whole sequence here."""
-        if self.ledger.knew(message.id):
+        if self._is_known(channel, message.id):
             return
         if message.num_resident and not self._is_resident(message):
             channel.send(NotResident(message.id))
@@ -281,6 +281,14 @@ class Worker(Generic[E]):
         entry = cast("E", self.new_entry(seq, channel))
         self.ledger.add(entry)
         self.admit(entry)
+
+    def _is_known(self, channel: Channel, id: SeqId) -> bool:
+        """An id begins once. Whoever asks again for one that has ended is told so: if it waits, it would for ever."""
+        if not self.ledger.knew(id):
+            return False
+        if self.ledger.get(id) is None:
+            channel.send(Done(id, "error", message=f"it has ended on {self.me.name}"))
+        return True
 
     def sequence_of(self, message: Prefill | Decode) -> Sequence:
         """As the router tells it, from now on."""

@@ -204,7 +204,7 @@ class Engine:
         tokens = [t if isinstance(t, Token) else None for t in sampled]
         with self.lock:
             # Aborted first, so that update() passes them over.
-            stuck = [(seq, why) for seq, why in stuck if self.scheduler.abort(seq.id) is not None]
+            stuck = [(seq, why) for seq, why in stuck if self._end(seq)]
             steps = self.scheduler.update(batch, tokens)
         return StepResult(batch, steps, started, seconds, stuck=stuck)
 
@@ -238,9 +238,13 @@ class Engine:
         )
         with self.lock:
             # Aborted first, so that update() frees them and registers none of the blocks that were to be written.
-            failed = [s.seq for s in batch.slices if self.scheduler.abort(s.seq.id) is not None]
+            failed = [s.seq for s in batch.slices if self._end(s.seq)]
             steps = self.scheduler.update(batch, [None] * len(batch.slices))
         return StepResult(batch, steps, started, self._clock() - started, failed, error)
+
+    def _end(self, seq: Sequence) -> bool:
+        """False when it is not here any more: begun again meanwhile, another has its id."""
+        return self.scheduler.get(seq.id) is seq and self.scheduler.abort(seq.id) is not None
 
     @property
     def step_age_s(self) -> float:

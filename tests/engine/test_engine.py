@@ -133,6 +133,22 @@ def test_a_failed_step_ends_its_sequences_and_not_the_loop(
     assert survivor.num_cached == 0, "no block of the failed step may be found as a prefix"
 
 
+def test_a_failed_step_leaves_alone_who_was_begun_anew_meanwhile(engine: Engine, runner: FakeRunner) -> None:
+    old, anew = make_sequence(0, [1, 2, 3]), make_sequence(0, [1, 2, 3, 7])
+    scheduler_of(engine).add(old)
+
+    def begin_anew(batch: Batch) -> None:
+        with engine.lock:
+            scheduler_of(engine).abort(old.id)
+            scheduler_of(engine).add(anew)
+        raise RuntimeError("no")
+
+    runner.during = begin_anew
+    result = engine.step()
+    assert result is not None and result.error is not None and not result.failed
+    assert scheduler_of(engine).get(anew.id) is anew
+
+
 def test_age_and_prediction(engine: Engine, runner: FakeRunner, clock: FakeClock) -> None:
     seen: list[tuple[float, float]] = []
 

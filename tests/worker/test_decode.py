@@ -113,7 +113,7 @@ def test_rest_of_a_sequence_here(d: DecodeStage, state: str, num_known: int) -> 
     if state != "finished":
         first = max(num_known, 2) if state == "running" else num_known  # two of a running one were told on the way
         assert set(outputs(d)) >= set(range(first, PARAMS.max_tokens))
-    assert [done.reason for done in d.router.take(Done)] == ["length"] * (state != "finished")
+    assert [done.reason for done in d.router.take(Done)] == ["error" if state == "finished" else "length"]
     assert d.state(ID) == "finished"
     if state in ("unknown", "expected", "receiving") and num_known < PARAMS.max_tokens:
         num_reads = 1 if state == "receiving" else 3
@@ -290,20 +290,39 @@ def test_pause_and_resume(d: DecodeStage, state: str) -> None:
 
 
 @each_state
-@pytest.mark.parametrize("who", ["router", "prefill"])
-def test_abort(d: DecodeStage, state: str, who: str) -> None:
-    """Always answered; no copy into its blocks starts any more; they are free; the id never returns."""
+def test_abort(d: DecodeStage, state: str) -> None:
+    """Always answered; no copy into its blocks starts any more; they are free; the id never returns, and who asks for
+    it again is told so."""
     d.bring(ID, state)
-    peer = d.router if who == "router" else d.prefill
-    d.tell(peer, Abort(ID))
-    assert peer.take(AbortAck) == [AbortAck(ID)]
+    d.tell(d.router, Abort(ID))
+    assert d.router.take(AbortAck) == [AbortAck(ID)]
     assert d.state(ID) == "finished"
     assert d.num_held == 0
     d.chunk(ID, 0)
     d.expect(ID)
     assert d.state(ID) == "finished"
+    assert [(done.id, done.reason) for done in d.router.take(Done)] == [(ID, "error")]
     assert d.receiver.counters["received"] == (3 if state in ("running", "finished") else 0)
     assert d.slots_are_back
+
+
+@each_state
+def test_prefill_lets_go(d: DecodeStage, state: str) -> None:
+    """It may have lost the router, and nobody else: the sequence is the router's. What needs prefill is computed here,
+    and what does not goes on; what the router has not told yet may still come."""
+    d.bring(ID, state)
+    if state in ("receiving", "cut"):
+        d.chunk(ID, 0)
+    d.tell(d.prefill, Abort(ID))
+    assert d.prefill.take(AbortAck) == [AbortAck(ID)]
+    d.expect(ID)
+    before = outputs(d)
+    if state != "unknown":
+        finish(d)
+        first = {"running": 2, "finished": PARAMS.max_tokens}.get(state, 0)
+        assert before + outputs(d) == list(range(first, PARAMS.max_tokens))
+    assert d.state(ID) == ("expected" if state == "unknown" else "finished")
+    assert d.worker.counters["recomputed"] == (state in ("expected", "receiving", "cut"))
 
 
 @each_state
