@@ -154,11 +154,15 @@ class Control:
     async def add_worker(self, request: Request) -> Response:
         self._keys.admit(request)
         body = _decode(await read_body(request), NewWorker)
-        if body.name in self._workers.all:
-            raise ApiError(409, f"there is a worker {body.name}", param="name", code="CONFLICTS_WITH")
-        worker = self._workers.add(body.name, body.role, body.address)
-        self._dispatcher.find_routes()
-        return json_response({"version": 1, "worker": worker.name, "state": worker.shown_state, "open": 0})
+        worker = self._workers.all.get(body.name)  # a router that restarted just now has read of it in its boot file
+        if worker is None:
+            worker = self._workers.add(body.name, body.role, body.address)
+            self._dispatcher.find_routes()
+        elif (worker.role, worker.address) != (body.role, body.address):
+            raise ApiError(409, f"there is another worker {body.name}", param="name", code="CONFLICTS_WITH")
+        return json_response(
+            {"version": 1, "worker": worker.name, "state": worker.shown_state, "open": len(worker.open)}
+        )
 
     async def remove_worker(self, request: Request) -> Response:
         self._keys.admit(request)

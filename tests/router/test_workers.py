@@ -672,7 +672,10 @@ async def test_a_worker_more_and_one_less(start: Start) -> None:
 
     new = {"name": "decode-1", "role": "decode", "address": late.address}
     assert (await cluster.post("/admin/workers", new, ADMIN)).status == 200
-    assert (await cluster.post("/admin/workers", new, ADMIN)).status == 409
+    known = workers.all["decode-1"]
+    assert (await cluster.post("/admin/workers", new, ADMIN)).status == 200
+    assert workers.all["decode-1"] is known
+    assert (await cluster.post("/admin/workers", {**new, "address": "unix:elsewhere"}, ADMIN)).status == 409
     dispatcher = cluster.stack.dispatcher
     await until(lambda: len(dispatcher.routes) == 2 and all(map(dispatcher.is_proven, dispatcher.routes)))
     for _ in range(4):
