@@ -268,6 +268,7 @@ class DecodeWorker(PoolWorker[DecodeEntry]):
                 self._start_if_complete(entry)
 
     def _covered(self, id: SeqId, stats: ReceiveStats) -> None:
+        self.receiver.heard(id)
         entry = self.ledger.get(id)
         if entry is None or not entry.lease:
             return
@@ -304,6 +305,7 @@ class DecodeWorker(PoolWorker[DecodeEntry]):
 
     def _never_came(self, id: SeqId, verified: int) -> None:
         """The receiver gave up; it has ended its side of the entry."""
+        self.receiver.heard(id)
         entry = self.ledger.get(id)
         if entry is not None and entry.lease:
             if entry.source is not None:

@@ -123,6 +123,7 @@ class Receiver:
         self._wake = wake
         self._lock = threading.Lock()
         self._receives: dict[SeqId, _Receive] = {}
+        self._ended: dict[SeqId, int] = {}  # what was verified of those that ended, until somebody has heard of it
         self._empty: list[_Receive] = []  # opened with nothing to come
         self._scan_at = 0.0
 
@@ -145,6 +146,7 @@ class Receiver:
         assert all(0 <= block < len(self._blocks) for block in table)
         with self._lock:
             self._receives[id] = wanted
+            self._ended.pop(id, None)
             if not num_blocks:
                 self._empty.append(wanted)
         if not num_blocks:
@@ -160,10 +162,16 @@ class Receiver:
 
     def revoke(self, id: SeqId) -> int:
         """Ends it: no copy into its blocks is running now or will start. The number of leading blocks of its table
-        that are verified, resident ones included; 0 when it is not open."""
+        that are verified, resident ones included; also when it has just ended of itself, and `on_complete` or
+        `on_failed` is on its way. 0 when it is not open."""
         with self._lock:
             wanted = self._receives.pop(id, None)
-            return 0 if wanted is None else wanted.coverage.prefix
+            return self._ended.pop(id, 0) if wanted is None else wanted.coverage.prefix
+
+    def heard(self, id: SeqId) -> None:
+        """Whoever `on_complete` or `on_failed` was for has it."""
+        with self._lock:
+            self._ended.pop(id, None)
 
     # Transfer thread
 
@@ -185,6 +193,8 @@ class Receiver:
         """As `revoke`, and says so by `on_failed`."""
         with self._lock:
             wanted = self._receives.pop(id, None)
+            if wanted is not None:
+                self._ended[id] = wanted.coverage.prefix
         if wanted is not None:
             self.counters["failed"] += 1
             self._on_failed(id, wanted.coverage.prefix)
@@ -314,6 +324,7 @@ class Receiver:
             if self._receives.get(wanted.id) is not wanted:
                 return
             del self._receives[wanted.id]
+            self._ended[wanted.id] = wanted.coverage.prefix
         self._on_complete(wanted.id, wanted.stats(self._clock(), self._ring.block_bytes))
 
     def _ask(self, wanted: _Receive, ranges: tuple[Range, ...]) -> None:

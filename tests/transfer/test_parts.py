@@ -259,6 +259,27 @@ def test_covered_blocks_are_not_written_again(d: Decode) -> None:
     assert d.receiver.revoke(seq(1)) == 0
 
 
+@pytest.mark.parametrize("num_come", [2, 4])
+def test_who_revokes_first_learns_what_was_verified(d: Decode, num_come: int) -> None:
+    """It ends of itself, and whoever it is for is about to hear of that, when he revokes it. 1. He learns what it had,
+    once. 2. Nothing of it is left once he has heard. 3. Nor once the id is open anew."""
+
+    def end() -> None:
+        d.receiver.open(seq(1), "P", 1, list(range(4)), 0, 4)
+        for first in range(0, num_come, 2):
+            d.receiver.arrived(d.chunk(1, first, 2))
+        d.receiver.fail(seq(1))  # where it is not complete
+
+    end()
+    assert [d.receiver.revoke(seq(1)) for _ in range(2)] == [num_come, 0]
+    end()
+    d.receiver.heard(seq(1))
+    assert d.receiver.revoke(seq(1)) == 0
+    end()
+    d.receiver.open(seq(1), "P", 2, list(range(4)), 0, 4)
+    assert d.receiver.revoke(seq(1)) == 0
+
+
 def test_revoke_waits_for_the_copy_that_runs(d: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. A copy is stopped half way. 2. Revoke is called elsewhere: it does not return. 3. The copy ends: it does, with
     the blocks counted. 4. Nothing is copied after it."""
