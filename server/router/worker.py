@@ -129,6 +129,7 @@ class Worker:
         self.instance = ""
         self.load: Load | None = None
         self.load_at = 0.0
+        self.left_at = 0.0  # when it last had a sequence less
         self.heartbeat: Heartbeat | None = None
         self.heartbeat_at = 0.0
         self.open: dict[SeqId, Inbox] = {}
@@ -156,6 +157,8 @@ class Worker:
     @property
     def is_drained(self) -> bool:
         """Nothing of it is needed any more: neither for a client nor for KV that another worker still waits for."""
+        if self.role == "prefill" and (self.load is None or self.load_at <= self.left_at):
+            return False  # the load is from before the last hand-over, whose KV may be under way by now
         return self.is_draining and not self.open and (self.load is None or not self.load.pushing)
 
     @property
@@ -178,6 +181,7 @@ class Worker:
 
     def detach(self, seq_id: SeqId) -> bool:
         """False when it was not attached any more."""
+        self.left_at = time.monotonic()
         return self.open.pop(seq_id, None) is not None
 
     def begin_reading(self, num_tokens: int, now: float) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.messages import Abort, AbortAck, Decode, Done, GrantRequest, NotResident, Prefill, SeqToken, Tokens
@@ -656,6 +657,26 @@ async def test_drain_and_resume(start: Start) -> None:
     assert (await cluster.chat()).status == 200
     assert len(second.heard(Decode)) == count + 1
     assert (await cluster.post("/admin/workers/decode-9/drain", {}, ADMIN)).status == 404
+
+
+async def test_a_prefill_worker_that_still_pushes_is_not_drained(start: Start) -> None:
+    cluster = await start(prefill=1, decode=1)
+    state = cluster.stack.workers.all["prefill-0"]
+    # 1. Its last sequence is handed over; what it said of its load before knows nothing of that.
+    assert (await cluster.chat()).status == 200
+    await nothing_open(cluster)
+    answer = await cluster.post("/admin/workers/prefill-0/drain", {}, ADMIN)
+    assert (answer.json["state"], answer.json["open"]) == ("draining", 0)
+    assert (await cluster.request("DELETE", "/admin/workers/prefill-0", headers=ADMIN)).status == 409
+    # 2. Now it does, and the KV is still on its way.
+    before = state.load
+    cluster.prefill.say(msgspec.structs.replace(cluster.prefill.load, pushing=1))
+    await until(lambda: state.load is not before)
+    assert state.shown_state == "draining"
+    # 3. It has arrived.
+    cluster.prefill.say(cluster.prefill.load)
+    await until(lambda: state.shown_state == "drained")
+    assert (await cluster.request("DELETE", "/admin/workers/prefill-0", headers=ADMIN)).status == 200
 
 
 async def test_a_worker_more_and_one_less(start: Start) -> None:
