@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
+from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Table
 
 from pdctl.exits import UsageError
 from pdctl.profile import available, find, is_shipped, load, own_folder, parse_set
 from server.config import NAME
+from server.errors import PdctlError
 
 
 def own_file(source: Path) -> Path:
@@ -26,11 +28,34 @@ def own_file(source: Path) -> Path:
     return own_folder() / source.name if is_shipped(source) else source
 
 
+class Draft:
+    """`source`, or this user's copy of it, with these dotted keys set: written beside it and checked, so that nothing
+    is left for `keep` to refuse. Raises UsageError."""
+
+    def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
+        self._target = target = own_file(source)
+        text = _with_values(target if target.exists() else source, values)
+        self._part = target.with_name(f"{target.stem}-{os.getpid()}.toml")
+        _write(self._part, text)
+        try:
+            load(str(self._part))
+        except PdctlError as error:
+            self.drop()
+            message = str(error).replace(str(self._part), str(target))
+            raise UsageError(
+                f"not saved, {target} would not start: {message}", help="set both in one command"
+            ) from error
+
+    def keep(self) -> Path:
+        _replace(self._part, self._target)
+        return self._target
+
+    def drop(self) -> None:
+        self._part.unlink(missing_ok=True)
+
+
 def save(source: Path, values: Mapping[str, Any]) -> Path:
-    """`source` with these dotted keys set, as a file of this user's. Raises UsageError."""
-    target = own_file(source)
-    _write(target, _with_values(source, values))
-    return target
+    return Draft(source, values).keep()
 
 
 def create(name: str, base: str, sets: Sequence[str]) -> Path:
@@ -59,8 +84,8 @@ def edit(name: str, editor: str) -> tuple[Path, bool]:
     """
     source = find(name)
     target = own_file(source)
-    before = _read(source)
-    is_copy = target != source
+    is_copy = not target.exists()
+    before = _read(source if is_copy else target)
     if is_copy:
         _write(target, before)
     try:
@@ -77,7 +102,10 @@ def edit(name: str, editor: str) -> tuple[Path, bool]:
 
 
 def _with_values(source: Path, values: Mapping[str, Any]) -> str:
-    document = tomlkit.parse(_read(source))
+    try:
+        document = tomlkit.parse(_read(source))
+    except TOMLKitError as error:
+        raise UsageError(f"{source} is no TOML now: {error}", help=f"pdctl profile edit {source.stem}") from error
     for name, value in values.items():
         section, _, key = name.rpartition(".")
         table = document if not section else _table(document, section)
@@ -108,6 +136,13 @@ def _write(target: Path, text: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{os.getpid()}")
         part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from error
+    _replace(part, target)
+
+
+def _replace(part: Path, target: Path) -> None:
+    try:
         if target.exists():
             part.chmod(target.stat().st_mode & 0o777)
         part.replace(target)

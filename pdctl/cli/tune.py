@@ -68,7 +68,7 @@ def set_(
     """Change knobs while the stack runs. Done means: every worker has confirmed."""
     from pdctl.cli.run import seconds
     from pdctl.profile import parse_set
-    from pdctl.profile_edit import save as save_profile
+    from pdctl.profile_edit import Draft
     from pdctl.tune import who
 
     values: dict[str, Any] = {}
@@ -88,11 +88,17 @@ def set_(
     }
     if save and revert_after:
         raise UsageError("--save keeps a change and --revert-after takes it back: give one of them")
-    answer = _client(context, name).call("PATCH", "/admin/knobs", body)
+    client = _client(context, name)
+    draft = Draft(Path(_stack(context, name).profile_file), values) if save and not dry_run else None
+    try:
+        answer = client.call("PATCH", "/admin/knobs", body)
+    except BaseException:
+        if draft is not None:
+            draft.drop()
+        raise
     _show(answer, as_json)
-    if save and not dry_run:
-        file = save_profile(Path(_stack(context, name).profile_file), values)
-        note(f"saved in {file}")
+    if draft is not None:
+        note(f"saved in {draft.keep()}")
     return Exit.OK
 
 

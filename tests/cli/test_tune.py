@@ -16,7 +16,7 @@ version = 1
 [router]
 queue_high = 50 # small: clients retry
 
-[prefill]
+[colocated]
 workers = 1
 """
 
@@ -39,6 +39,34 @@ def test_a_shipped_profile_is_copied_for_this_user(tmp_path: Path, monkeypatch: 
     assert saved == tmp_path / "pdctl/profiles/demo.toml"
     assert "queue_high = 80" in saved.read_text()
     assert shipped.read_text() == before
+
+
+def test_what_was_saved_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack that was started from a shipped profile goes on naming that one."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    shipped = find("demo")
+    save(shipped, {"router.queue_high": 80})
+    text = save(shipped, {"decode.kv_low": 0.7}).read_text()
+    assert "queue_high = 80" in text
+    assert "kv_low = 0.7" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "says"),
+    [
+        (PROFILE, {"decode.kv_high": 0.7}, "kv_low"),  # 0.8 where the profile says nothing
+        (PROFILE, {"prefill.max_seqs": 4.0}, "max_seqs"),
+        (PROFILE + "[half", {"router.queue_high": 80}, "no TOML"),
+        ("decode = 1\n" + PROFILE, {"decode.kv_low": 0.7}, "no section"),
+    ],
+)
+def test_what_could_not_start_is_not_saved(tmp_path: Path, text: str, values: dict[str, float], says: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=says):
+        save(file, values)
+    assert file.read_text() == text
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_yaml_is_not_written(tmp_path: Path) -> None:
