@@ -1,10 +1,10 @@
 """`pdctl scale decode=2`: workers more or fewer of one pool while the stack runs, nothing else restarted.
 
 More    1. the profile with the new count, devices chosen for the new ones; refused here if it cannot be
-        2. one after the other starts as at `up`; one that does not leaves the stack as it was before it
+        2. each new worker, one after another, starts as at `up`; one that does not leaves the stack without it
         3. the router is told, introduces it to the prefill workers, and proves its routes before it carries work
-Fewer   1. the router drains the last one, which ends what it has; one that does not in time carries on
-        2. the router forgets it, the process ends; then the one before it
+Fewer   1. the router drains the last ones, each ends what it has
+        2. the router forgets it, the process ends
 
 `pdctl role prefill-1 decode`: the last worker of one pool becomes the last of the other; its process goes on, and the
 weights stay loaded. Drained and forgotten as above, told its new role, made known to the router again.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdctl.client import Client
-from pdctl.exits import Refused, TimedOut, UsageError
+from pdctl.exits import Refused, TimedOut, Unreachable, UsageError
 from pdctl.launch import Machine, plan
 from server.config import MAX_WORKERS, ROLES, Config, Role
 from server.errors import PdctlError
@@ -76,7 +76,7 @@ def turned(config: Config, name: str, role: Role, max_prefill: int) -> tuple[str
 
 
 def _gpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) -> list[int]:
-    used = {index for role in ROLES for index in config.pool(role).gpus}
+    used = {index for role in ("prefill", "decode", "colocated") for index in config.pool(role).gpus}
     free = [index for index in range(len(machine.gpus)) if index not in used]
     if len(have) + len(free) < wanted:
         raise Refused(f"{wanted - len(have)} GPUs more are needed, {len(free)} are free", code="E_SCALE")
@@ -84,10 +84,13 @@ def _gpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) ->
 
 
 def _cpus(config: Config, have: Sequence[int], wanted: int, machine: Machine) -> list[int]:
-    """Cores of the pool are shared when there are too few: slower, and said so in a warning."""
+    """Cores that no worker has come first. When there are too few, the pool's own are shared: slower, and said so in a
+    warning."""
     used = {index for role in ROLES for index in config.pool(role).cpus}
-    found = [*have, *(index for index in range(len(machine.cpus)) if index not in used)][:wanted]
-    return found + [have[i % len(have)] for i in range(wanted - len(found))]
+    cpus = [*have, *(index for index in range(len(machine.cpus)) if index not in used)][:wanted]
+    while len(cpus) < wanted:
+        cpus.append(min(cpus, key=cpus.count))
+    return cpus
 
 
 class Scaler:
@@ -98,14 +101,14 @@ class Scaler:
         self._router = router
 
     async def scale(self, role: Role, count: int) -> None:
-        """Raises PdctlError, having changed nothing that works: one worker at a time, so that the configuration is
-        always that of those there are, and a router that is started anew waits for nobody else."""
+        """One worker after another. Raises PdctlError: the step that failed is undone, those before it stand."""
         supervisor = self._supervisor
-        resized(supervisor.config, role, count, supervisor.machine)
-        while (have := supervisor.config.pool(role).workers) != count:
-            step = 1 if count > have else -1
-            after = resized(supervisor.config, role, have + step, supervisor.machine)
-            await (self._add(f"{role}-{have}", after) if step > 0 else self._remove(f"{role}-{have - 1}", after))
+        resized(supervisor.config, role, count, supervisor.machine)  # refused as a whole, before anything changes
+        while (now := supervisor.config.pool(role).workers) != count:
+            if now < count:
+                await self._add(f"{role}-{now}", resized(supervisor.config, role, now + 1, supervisor.machine))
+            else:
+                await self._remove(f"{role}-{now - 1}", resized(supervisor.config, role, now - 1, supervisor.machine))
 
     async def _add(self, name: str, after: Config) -> None:
         supervisor = self._supervisor
@@ -117,6 +120,8 @@ class Scaler:
         except PdctlError:
             await supervisor.end_worker(name)
             supervisor.use(before)
+            with contextlib.suppress(PdctlError):  # a router that restarted meanwhile has read of it
+                await self._tell("DELETE", f"/admin/workers/{name}")
             raise
 
     async def turn(self, name: str, role: Role) -> None:
@@ -124,7 +129,7 @@ class Scaler:
         supervisor = self._supervisor
         before = supervisor.config
         new_name, after = turned(before, name, role, supervisor.max_prefill)
-        plan(after, supervisor.machine)
+        plan(after, supervisor.machine)  # what it cannot place is refused while the worker still works
         await self._forget(name)
         supervisor.use(after)
         try:
@@ -146,11 +151,13 @@ class Scaler:
 
     async def _remove(self, name: str, after: Config) -> None:
         await self._forget(name)
-        self._supervisor.use(after)
+        self._supervisor.use(after)  # a router that restarts from here on must not wait for it
         await self._supervisor.end_worker(name)
 
     async def _forget(self, name: str) -> None:
-        """The router lets it end what it has, and knows it no more. Raises PdctlError: then it carries work again."""
+        """The router lets it end what it has, and knows it no more. Raises PdctlError, and it has work again."""
+        if not await self._state_of(name):  # a change that failed came as far as this
+            return
         await self._tell("POST", f"/admin/workers/{name}/drain")
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -160,14 +167,20 @@ class Scaler:
         except (PdctlError, TimeoutError) as error:
             with contextlib.suppress(PdctlError):
                 await self._tell("POST", f"/admin/workers/{name}/resume")
-            if isinstance(error, PdctlError):
-                raise
-            message = f"{name} has not ended what it has in {DRAIN_S:g} s, and carries on"
-            raise TimedOut(message, help="pdctl status; pdctl drain WORKER --wait, then again") from error
+            if isinstance(error, TimeoutError):
+                raise TimedOut(f"{name} still has work after {DRAIN_S:g} s", help="pdctl status") from None
+            raise
 
     async def _is_drained(self, name: str) -> bool:
+        try:
+            return await self._state_of(name) in ("drained", "lost")
+        except Unreachable:  # it restarts, and knows from the one before who is to be drained
+            return False
+
+    async def _state_of(self, name: str) -> str:
+        """As the router sees it; empty when it knows no such worker."""
         workers = (await self._tell("GET", "/admin/state"))["workers"]
-        return all(worker["state"] in ("drained", "lost") for worker in workers if worker["name"] == name)
+        return next((str(worker["state"]) for worker in workers if worker["name"] == name), "")
 
     async def _tell(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         return await asyncio.to_thread(self._router.call, method, path, body)

@@ -85,8 +85,8 @@ class Supervisor:
         self._exit = Exit.OK
         self._write_soon: asyncio.TimerHandle | None = None
         self._scaling: asyncio.Task[None] | None = None
-        self._cores = Machine.here().cpus  # that pdctl was given; the supervisor itself keeps to a few of them
         self.max_prefill = config.prefill.workers
+        self.machine = Machine.here()  # before this process binds itself to a part of it
 
     async def run(self) -> Exit:
         with self._dir.lock() as is_mine:
@@ -291,10 +291,6 @@ class Supervisor:
     @property
     def config(self) -> Config:
         return self._config
-
-    @property
-    def machine(self) -> Machine:
-        return replace(Machine.here(), cpus=self._cores)
 
     def use(self, config: Config) -> None:
         """From here on: boot files are written from it, and the record says so."""

@@ -287,7 +287,7 @@ class PrefillWorker(PoolWorker[PrefillEntry]):
                 entry.is_granted, entry.asked_at = True, math.inf
                 entry.lease_s, entry.renewed, entry.deadline = message.lease_s, now, now + message.lease_s
                 entry.mark("granted", now)
-                if entry.seq.state is not SeqState.WAITING and self._has_blocks_for(entry):
+                if entry.seq.state in (SeqState.RUNNING, SeqState.PUSHING) and self._has_blocks_for(entry):
                     self._push_computed(entry)
             self._hand_over(entry)
             self.wake()

@@ -541,3 +541,23 @@ def test_what_a_step_under_way_writes_is_not_pushed(p: PrefillStage) -> None:
     p.worker._stepped(result)
     assert p.posted() == [0]
     assert not p.worker.counters["prefetched_blocks"]
+
+
+def test_a_grant_for_one_that_gave_way_before_its_first_token(p: PrefillStage) -> None:
+    """1. It runs ahead, and gives way while its prompt is read. 2. Granted meanwhile, it has nothing to push. 3. It
+    returns, and every block of it crosses."""
+    p.prefill(ID)
+    p.be_hybrid()
+    p.wait(AHEAD_S)
+    p.be_hybrid(False)
+    p.step()
+    entry = p.worker.ledger.get(ID)
+    assert entry is not None and not entry.seq.output
+    p.engine.scheduler._preempt(entry.seq)
+    p.grant(ID)
+    assert not p.posted()
+    for _ in range(4):
+        p.step()
+    assert [done.reason for done in p.router.take(Done)] == ["handed_over"]
+    assert p.posted()[0] == 0
+    assert len(p.posted()) == 3
