@@ -82,6 +82,7 @@ class KnobStore:
         self._check_open(if_rev)
         after = {name: self._read(name, value) for name, value in values.items()}
         self._check_together(after)
+        self._check_reverts(after)
         if not is_forced:
             self._govern(after)
         after = {name: value for name, value in after.items() if self._is_news(name, value)}
@@ -127,8 +128,17 @@ class KnobStore:
         """By itself: what revision `rev` set and nobody has set since goes back."""
         target = next(entry for entry in self.entries if entry.rev == rev)
         later = {name for entry in self.entries if entry.rev > rev for name in entry.after}
-        after = {name: value for name, value in target.before.items() if name not in later}
+        after = {name: self._settled(target, name) for name in target.before if name not in later}
         return self._entry("revert", after, by=by, reason=reason, undoes=rev) if after else None
+
+    def _settled(self, entry: Entry, name: str) -> Value:
+        """What `name` was before `entry`, and before those ahead of it that were to be taken back, too."""
+        value = entry.before[name]
+        for earlier in reversed([e for e in self.entries if e.rev < entry.rev and name in e.after]):
+            if earlier.op != "set" or not earlier.revert_at:
+                break
+            value = earlier.before[name]
+        return value
 
     def _entry(self, op: str, after: dict[str, Value], **more: Any) -> Entry:
         before = {name: self.values[name] for name in after}
@@ -199,6 +209,21 @@ class KnobStore:
                 continue
             relation = "may not be over" if may_be_equal else "must be under"
             raise Refusal("CONFLICTS_WITH", f"{low} ({one}) {relation} {high} ({other})", low if low in after else high)
+
+    def _check_reverts(self, after: Mapping[str, Value]) -> None:
+        """What is taken back later, by itself, must go with `after`, each alone and all of it."""
+        back: dict[str, Value] = {}
+        for name in self.knobs.keys() - after.keys():
+            last = next((entry for entry in reversed(self.entries) if name in entry.after), None)
+            if last is not None and last.op == "set" and last.revert_at > self._clock():
+                back[name] = self._settled(last, name)
+        for each in [*({name: value} for name, value in back.items()), back]:
+            try:
+                self._check_together({**after, **each})
+            except Refusal as refusal:
+                names = ", ".join(sorted(each))
+                message = f"{refusal.message}, once {names} is taken back (--revert-after): set it again to keep it"
+                raise Refusal("CONFLICTS_WITH", message, refusal.param) from None
 
     def _govern(self, after: Mapping[str, Value]) -> None:
         """The limits of [tune]. Undo, reset and a forced set pass."""

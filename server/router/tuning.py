@@ -28,6 +28,7 @@ from server.router.workers import Workers
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 5.0  # of a revert that could not be written down
 CONFIRM_S = 3.0
 
 
@@ -114,6 +115,13 @@ class Tuning:
         self._take_back(rev, "timer", f"revision {rev} was to be kept by setting it again, and was not")
 
     def _take_back(self, rev: int, by: str, reason: str) -> None:
-        task = asyncio.ensure_future(self.change(lambda: self.store.revert(rev, by, reason)))
+        task = asyncio.ensure_future(self._go_back(rev, by, reason))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _go_back(self, rev: int, by: str, reason: str) -> None:
+        try:
+            await self.change(lambda: self.store.revert(rev, by, reason))
+        except ApiError as error:  # the disk is full: what was to be for a while does not stay for that
+            logger.error("revision %d is not taken back yet: %s", rev, error.message)
+            self._timers[rev] = asyncio.get_running_loop().call_later(RETRY_S, self._take_back, rev, by, reason)

@@ -157,6 +157,51 @@ async def test_revert_timer(start: Start) -> None:
     assert cluster.stack.dispatcher.queue_high == 60
 
 
+async def test_what_is_for_a_while_twice_goes_back_to_what_it_was(start: Start) -> None:
+    """1. 60 for a while, then 70 for a while: 50 comes back, whichever ends first. 2. 60 was to stay: it does."""
+    cluster = await start(colocated=1)
+    store = cluster.stack.tuning.store
+    await patch(cluster, {"router.queue_high": 60}, revert_after_s=3600)
+    rev = (await patch(cluster, {"router.queue_high": 70}, revert_after_s=3600)).json["rev"]
+    assert store.revert(rev - 1, "timer", "") is None
+    back = store.revert(rev, "timer", "")
+    assert back is not None and back.after == {"router.queue_high": 50}
+    await patch(cluster, {"router.queue_high": 60})
+    rev = (await patch(cluster, {"router.queue_high": 70}, revert_after_s=3600)).json["rev"]
+    back = store.revert(rev, "timer", "")
+    assert back is not None and back.after == {"router.queue_high": 60}
+
+
+async def test_what_is_taken_back_must_go_with_what_was_set_since(start: Start) -> None:
+    """The low mark comes back to 0.8: a high one of 0.5 may not be there then. Set again to stay, it may."""
+    cluster = await start(prefill=1, decode=1)
+    await patch(cluster, {"decode.kv_low": 0.3}, revert_after_s=3600)
+    refused = await patch(cluster, {"decode.kv_high": 0.5})
+    assert (refused.status, refused.json["error"]["code"]) == (409, "CONFLICTS_WITH")
+    assert "decode.kv_low is taken back" in refused.json["error"]["message"]
+    assert (await patch(cluster, {"decode.kv_high": 0.85})).status == 200
+    await patch(cluster, {"decode.kv_low": 0.3})
+    assert (await patch(cluster, {"decode.kv_high": 0.5})).status == 200
+
+
+async def test_a_revert_that_cannot_be_written_down_is_tried_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.router.tuning.RETRY_S", 0.01)
+    cluster = await start(colocated=1)
+    tuning = cluster.stack.tuning
+    append, refusals = tuning._audit.append, [OSError("disk full")] * 2
+
+    def full(entry: Any) -> None:
+        if entry.op == "revert" and refusals:
+            raise refusals.pop()
+        append(entry)
+
+    monkeypatch.setattr(tuning._audit, "append", full)
+    await patch(cluster, {"router.queue_high": 60}, revert_after_s=0.05)
+    await until(lambda: cluster.stack.dispatcher.queue_high == 50 and not refusals)
+
+
 async def test_events(start: Start) -> None:
     cluster = await start(colocated=1)
     reader, writer = await cluster.send("GET", "/admin/events", headers=ADMIN)
