@@ -147,6 +147,7 @@ class Generator:
             dispatcher.admit(job.num_sequences)
         except ApiError as error:
             self._stats.request_over(str(error.status))
+            self._metrics.requests.labels(job.endpoint, str(error.status)).inc()
             raise
         begun: set[int] = set()
         status = "cancelled"
@@ -167,6 +168,9 @@ class Generator:
         except Refused as error:
             status = "400"
             raise structured.refused(job.bounds.field, error.message, "grammar_limit") from error
+        except Exception:
+            status = "500"  # ours; "cancelled" is a client that left
+            raise
         finally:
             dispatcher.leave(job.num_sequences, len(begun))
             self._end(job, status)

@@ -281,6 +281,8 @@ async def test_queue_over_its_mark(start: Start) -> None:
     error = check_error(answer, 429)
     assert error["type"] == "rate_limit_error"
     assert 1 <= int(answer.headers["retry-after"]) <= 60
+    text = (await cluster.request("GET", "/metrics")).body.decode()
+    assert 'pdctl_requests_total{endpoint="/v1/chat/completions",status="429"} 1.0' in text
     cluster.colocated.step(100)
     assert (await first).status == 200
     assert (await cluster.chat()).status == 200
